@@ -1,0 +1,45 @@
+# Two commands set everything up: `make demo` and `make test`. Both make their own .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check format bench clean
+
+demo: $(READY)
+	$(BIN)/past demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/python scripts/equations.py --write
+
+# Side by side with TRL, in an environment of its own, since TRL brings much that nobody else needs.
+bench: $(VENV)-bench/.ready
+	$(VENV)-bench/bin/past bench divergence --tokens 1024 --vocab 49152 --hidden 576
+	$(VENV)-bench/bin/past bench divergence --tokens 256 --vocab 151936 --hidden 2048
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VENV)-bench/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-bench
+	$(VENV)-bench/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(VENV)-bench/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(VENV)-bench build *.egg-info .pytest_cache .ruff_cache .hypothesis

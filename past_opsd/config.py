@@ -1,0 +1,425 @@
+"""Recipes: strict TOML files, one per experiment, validated before anything runs.
+
+A recipe may extend another (`extends = "base.toml"`, beside it, or a shipped recipe by name); its own keys win.
+`--set a.b=c` overrides win over both. An unknown key, a wrong type or an impossible combination is one
+`PastError` that names the file, the line, the key and the nearest known key.
+
+The sections `method`, `task`, `verifier` and `engine` are chosen by `name`: the module
+`past_opsd.<kind>s.<name>` (or a dotted path to a module of the user's) holds a pydantic model `Options` with the
+section's other keys. Adding one is adding a file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic.fields import FieldInfo
+
+from past_opsd.types import PastError
+
+SHIPPED = Path(__file__).parent / "recipes"
+PLUGINS = {"method": "methods", "task": "tasks", "verifier": "verifiers", "engine": "engines"}
+
+
+class Section(BaseModel):
+    """A table of a recipe: no unknown keys, no coercion between types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=True)
+
+
+class Sampling(Section):
+    """How one role samples."""
+
+    temperature: float = Field(1.0, ge=0, description="softmax temperature; 0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass kept; 1 keeps all")
+    top_k: int = Field(0, ge=0, description="entries kept; 0 keeps all")
+    min_p: float = Field(0.0, ge=0, le=1, description="entries below this share of the largest are cut; 0 keeps all")
+    max_new_tokens: int = Field(1024, ge=1, description="longer responses are cut and count as failures")
+
+
+class LoraSection(Section):
+    """Both adapters' shape."""
+
+    rank: int = Field(64, ge=1, description="rank of both LoRA adapters")
+    alpha: float = Field(128, gt=0, description="LoRA alpha; the update is scaled by alpha / rank")
+    targets: str | list[str] = Field("all-linear", description="module names to adapt, or 'all-linear'")
+
+
+class ModelSection(Section):
+    """The frozen base and its two adapters."""
+
+    path: str = Field(description="'embedded', a local folder, or a Hugging Face hub id")
+    revision: str | None = Field(None, description="hub revision")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="dtype of the frozen base")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field("sdpa", description="attention implementation")
+    trust_remote_code: bool = Field(False, description="run code that a model repository ships; off by default")
+    max_context: int | None = Field(None, ge=8, description="prompt + response limit; default: the model's own")
+    lora: LoraSection = LoraSection()  # pyright: ignore[reportCallIssue]
+
+
+class PromptsSection(Section):
+    """What each role reads; fields are {problem}, {student_output}, {reference_solution}."""
+
+    student: str = Field(description="the student's user message")
+    evaluation: str = Field(description="the user message in evaluation")
+    reference: str = Field(description="the reference-only teacher's user message (Vanilla OPSD)")
+    hindsight: str = Field(description="the hindsight teacher's user message (PAST)")
+    removed: str = Field(description="the hindsight message without the student's attempt")
+    student_kwargs: dict[str, Any] = Field({}, description="chat_template_kwargs of the student's prompt")
+    teacher_kwargs: dict[str, Any] = Field({}, description="chat_template_kwargs of every teacher prompt")
+    evaluation_kwargs: dict[str, Any] = Field({}, description="chat_template_kwargs in evaluation")
+    strip_thinking: bool = Field(False, description="cut <think> blocks out of {student_output}")
+
+
+class RolloutSection(Section):
+    """The on-policy batch of one cycle."""
+
+    problems_per_cycle: int = Field(4, ge=1, description="problems drawn a cycle, without repeats within an epoch")
+    samples_per_problem: int = Field(1, ge=1, description="student responses per problem")
+    student: Sampling = Field(Sampling(), description="how the student samples Y")  # pyright: ignore[reportCallIssue]
+    teacher: Sampling = Field(Sampling(), description="how the teacher samples C_j")  # pyright: ignore[reportCallIssue]
+
+
+class OptimizerSection(Section):
+    """AdamW for one adapter."""
+
+    lr: float = Field(5e-6, gt=0, description="peak learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="decay after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1")
+    beta2: float = Field(0.999, ge=0, lt=1, description="AdamW beta2")
+    eps: float = Field(1e-8, gt=0, description="AdamW epsilon")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
+    max_grad_norm: float = Field(0.1, gt=0, description="gradients are clipped to this norm")
+
+
+class LearnerSection(Section):
+    """How terms become one optimizer step."""
+
+    reduction: Literal["sequence", "token"] = Field(
+        "sequence", description="'sequence' is the paper's 1/T_i, 'token' upstream OPSD's mean over all tokens"
+    )
+    implementation: Literal["fused", "chunked", "bf16", "reference"] = Field(
+        "fused", description="how full-vocabulary losses are computed; 'past bench divergence' compares them"
+    )
+    token_budget: int = Field(16384, ge=16, description="padded tokens in one micro-batch")
+    loss_memory_mib: int = Field(128, ge=1, description="memory for logits inside the loss")
+    student: OptimizerSection = Field(OptimizerSection(), description="the student's optimizer")  # pyright: ignore[reportCallIssue]
+    teacher: OptimizerSection = Field(OptimizerSection(), description="the teacher's optimizer")  # pyright: ignore[reportCallIssue]
+
+
+class EvaluationSection(Section):
+    """Avg@k on the task's held-out sets."""
+
+    samples: int = Field(12, ge=1, description="responses per problem, the k of Avg@k")
+    pass_k: list[int] = Field([1, 4, 12], description="the k of pass@k")
+    at: list[float] = Field([0.0, 0.25, 0.5, 0.75, 1.0], description="fractions of the run at which to evaluate")
+    sampling: Sampling = Field(Sampling(), description="how responses are sampled")  # pyright: ignore[reportCallIssue]
+
+    @model_validator(mode="after")
+    def _possible(self) -> EvaluationSection:
+        if any(not 1 <= k <= self.samples for k in self.pass_k):
+            raise ValueError(f"pass_k {self.pass_k} must lie between 1 and samples = {self.samples}")
+        if any(not 0 <= at <= 1 for at in self.at):
+            raise ValueError(f"at {self.at} are fractions of the run, between 0 and 1")
+        return self
+
+
+class RunSection(Section):
+    """Length, seed and what is kept."""
+
+    cycles: int = Field(100, ge=1, description="student updates; the only length knob")
+    seed: int = Field(17, ge=0, description="training seed; every random draw derives from it")
+    evaluation_seed: int = Field(0, ge=0, description="seed of evaluation draws; shared by methods, so they pair")
+    checkpoint_every: int = Field(5, ge=1, description="cycles between checkpoints; the last one is always written")
+    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept besides the evaluated ones")
+    threads: int = Field(0, ge=0, description="CPU threads; 0 leaves the default")
+
+
+class RecipeBase(Section):
+    """The sections that every recipe has; `method`, `task`, `verifier`, `engine` are added by name."""
+
+    name: str = Field(description="name of the recipe")
+    description: str = Field("", description="one line on what makes this recipe")
+    run: RunSection = RunSection()  # pyright: ignore[reportCallIssue]
+    model: ModelSection
+    prompts: PromptsSection
+    rollout: RolloutSection = RolloutSection()  # pyright: ignore[reportCallIssue]
+    learner: LearnerSection = LearnerSection()  # pyright: ignore[reportCallIssue]
+    evaluation: EvaluationSection = EvaluationSection()  # pyright: ignore[reportCallIssue]
+
+
+class Recipe(RecipeBase):
+    """A whole recipe. The four chosen sections hold the `Options` of the module named there."""
+
+    method: Any
+    task: Any
+    verifier: Any
+    engine: Any
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a key was written, for error messages."""
+
+    where: str
+    line: int | None
+
+    def __str__(self) -> str:
+        return f"{self.where}:{self.line}" if self.line else self.where
+
+
+def load(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, inherit, override, validate. `name` is a file or a shipped recipe such as `embedded/past`."""
+    data, sources = _read(locate(name))
+    for override in overrides:
+        _override(data, sources, override)
+    return validate(data, sources, str(name))
+
+
+def shipped() -> list[str]:
+    """Names of the recipes that come with the package (files starting with `_` only serve as bases)."""
+    found = (p.relative_to(SHIPPED) for p in SHIPPED.rglob("*.toml"))
+    return sorted(str(p.with_suffix("")) for p in found if not p.name.startswith("_"))
+
+
+def locate(name: str | Path) -> Path:
+    """The recipe's file: a path as given, or a shipped recipe by name."""
+    candidates = [Path(name), SHIPPED / f"{name}.toml"]
+    for path in candidates:
+        if path.is_file():
+            return path
+    near = difflib.get_close_matches(str(name), shipped(), n=1, cutoff=0.4)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    raise PastError(
+        f"no recipe '{name}': {hint}'past recipes' lists the shipped ones, a path to a .toml file works too"
+    )
+
+
+def plugin(kind: str, name: str) -> ModuleType:
+    """The module behind `[kind] name = ...`: shipped (`past_opsd.methods.past`) or the user's dotted path."""
+    package = f"past_opsd.{PLUGINS[kind]}"
+    path = name if "." in name else f"{package}.{name}"
+    if importlib.util.find_spec(path.rpartition(".")[0]) is None or importlib.util.find_spec(path) is None:
+        folder = Path(__file__).parent / PLUGINS[kind]
+        known = sorted(p.stem for p in folder.glob("*.py") if "\ndef build(" in p.read_text())
+        raise PastError(f"{kind}.name: no {kind} '{name}'; known are {', '.join(known)}, or a dotted path to a module")
+    return importlib.import_module(path)
+
+
+def validate(data: Mapping[str, Any], sources: Mapping[str, Source], where: str) -> Recipe:
+    """Validate a plain tree of tables against the sections and the chosen modules' options."""
+    chosen: dict[str, Any] = {}
+    for kind in PLUGINS:
+        table = data.get(kind)
+        if not isinstance(table, dict) or not isinstance(table.get("name"), str):
+            raise PastError(f'{where}: [{kind}] needs a name, e.g. [{kind}] name = "..."')
+        try:
+            options = plugin(kind, table["name"]).Options
+        except PastError as error:
+            raise PastError(f"{sources.get(f'{kind}.name', where)}: {error}") from None
+        literal = Literal[table["name"]]  # pyright: ignore[reportInvalidTypeForm]
+        named = (literal, Field(table["name"], description=f"which {kind}"))
+        chosen[kind] = (
+            create_model(options.__name__, __base__=options, __module__=options.__module__, name=named),
+            ...,
+        )
+    schema = create_model("Recipe", __base__=Recipe, **chosen)
+    try:
+        return schema.model_validate(dict(data))
+    except ValidationError as error:
+        lines = [_explain(schema, item, sources, where) for item in error.errors()]
+        raise PastError("\n".join(lines)) from None
+
+
+def dump(recipe: BaseModel) -> dict[str, Any]:
+    """The resolved recipe as plain data (inf kept as the string 'inf', so that it is JSON)."""
+    plain = recipe.model_dump(mode="python")
+    return json.loads(json.dumps(_finite(plain)))
+
+
+def from_dump(data: Mapping[str, Any]) -> Recipe:
+    """The inverse of `dump`, for checkpoints."""
+    return validate(_infinite(data), {}, "saved recipe")
+
+
+def to_toml(recipe: BaseModel, comments: bool = True, width: int = 0) -> str:
+    """The full resolved recipe as TOML, each field with its line of explanation."""
+    out: list[str] = []
+    _write_table(recipe, "", out, comments, width)
+    return "\n".join(out).strip() + "\n"
+
+
+def _write_table(section: BaseModel, prefix: str, out: list[str], comments: bool, width: int) -> None:
+    tables: list[tuple[str, BaseModel]] = []
+    for key, info in type(section).model_fields.items():
+        value = section.__dict__[key]
+        if isinstance(value, BaseModel):
+            tables.append((key, value))
+        else:
+            if comments and info.description:
+                out.append(f"# {info.description}")
+            out.append(f"{key} = {_toml(value)}" if value is not None else f"# {key} is not set")
+    for key, value in tables:
+        path = f"{prefix}.{key}" if prefix else key
+        info = type(section).model_fields[key]
+        doc = info.description or (type(value).__doc__ or "").strip().split("\n")[0]
+        out.extend(["", f"# {doc}"] if comments and doc else [""])
+        out.append(f"[{path}]")
+        _write_table(value, path, out, comments, width)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        if "\n" in value and "'''" not in value:
+            return f"'''\n{value}'''"
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
+    return str(value)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Source]]:
+    """One file merged over the file it extends, with the place each key came from."""
+    chain: list[Path] = []
+    data: dict[str, Any] = {}
+    sources: dict[str, Source] = {}
+    current: Path | None = path
+    layers: list[tuple[dict[str, Any], dict[str, Source]]] = []
+    while current is not None:
+        if current.resolve() in chain:
+            raise PastError(f"{current}: 'extends' runs in a circle")
+        chain.append(current.resolve())
+        try:
+            text = current.read_text(encoding="utf-8")
+            table = tomllib.loads(text)
+        except (OSError, UnicodeDecodeError) as error:
+            raise PastError(f"{current}: cannot be read ({error})") from None
+        except tomllib.TOMLDecodeError as error:
+            raise PastError(f"{current}: not valid TOML: {error}") from None
+        parent = table.pop("extends", None)
+        layers.append((table, _lines(text, str(current))))
+        current = _parent(current, parent) if parent is not None else None
+    for table, lines in reversed(layers):
+        _merge(data, table)
+        sources.update(lines)
+    return data, sources
+
+
+def _parent(path: Path, parent: Any) -> Path:
+    if not isinstance(parent, str):
+        raise PastError(f"{path}: 'extends' must be the path or name of a recipe, not {parent!r}")
+    beside = path.parent / parent
+    return beside if beside.is_file() else locate(parent)
+
+
+def _merge(into: dict[str, Any], table: Mapping[str, Any]) -> None:
+    for key, value in table.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            # Another module was chosen: options of the inherited one do not carry over.
+            if key in PLUGINS and "name" in value and value["name"] != into[key].get("name"):
+                into[key] = {}
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _override(data: dict[str, Any], sources: dict[str, Source], text: str) -> None:
+    key, sign, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not sign or not all(parts):
+        raise PastError(f"--set {text}: write it as --set section.key=value, e.g. --set run.cycles=20")
+    try:
+        parsed = tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    tree: Any = parsed
+    for part in reversed(parts):
+        tree = {part: tree}
+    _merge(data, tree)
+    sources[".".join(parts)] = Source(f"--set {text}", None)
+
+
+def _lines(text: str, where: str) -> dict[str, Source]:
+    """The line of every table header and `key =`, skipping the inside of multi-line strings."""
+    found: dict[str, Source] = {}
+    table = ""
+    fence = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if fence:
+            fence = "" if fence in line else fence
+            continue
+        header = re.match(r"\s*\[+\s*([\w.\-]+)\s*\]+", line)
+        entry = re.match(r"\s*([\w.\-]+)\s*=\s*(.*)", line)
+        if header:
+            table = header[1]
+            found[table] = Source(where, number)
+        elif entry:
+            found[f"{table}.{entry[1]}" if table else entry[1]] = Source(where, number)
+            for mark in ("'''", '"""'):
+                if entry[2].count(mark) == 1:
+                    fence = mark
+    return found
+
+
+def _explain(schema: type[BaseModel], item: Mapping[str, Any], sources: Mapping[str, Source], where: str) -> str:
+    path = [str(part) for part in item["loc"]]
+    key = ".".join(path)
+    spots = [sources[".".join(path[:n])] for n in range(len(path), 0, -1) if ".".join(path[:n]) in sources]
+    place = f"{spots[0] if spots else where}: {key}: " if key else f"{where}: "
+    if item["type"] == "extra_forbidden":
+        fields = _fields_at(schema, path[:-1])
+        near = difflib.get_close_matches(path[-1], fields, n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'?" if near else f"known keys here: {', '.join(fields)}"
+        return f"{place}unknown key; {hint}"
+    if item["type"] == "missing":
+        return f"{place}is missing and has no default"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    message = message[0].lower() + message[1:] if message[:5] == "Input" else message
+    given = f" (given: {item['input']!r})" if not isinstance(item["input"], dict | BaseModel) else ""
+    return f"{place}{message}{given}"
+
+
+def _fields_at(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
+    for part in path:
+        info: FieldInfo | None = schema.model_fields.get(part)
+        inner = info.annotation if info else None
+        options = [t for t in (inner, *get_args(inner)) if isinstance(t, type) and issubclass(t, BaseModel)]
+        if not options:
+            return []
+        schema = options[0]
+    return list(schema.model_fields)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value
+
+
+def _infinite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return float(value["float"]) if set(value) == {"float"} else {k: _infinite(v) for k, v in value.items()}
+    return [_infinite(v) for v in value] if isinstance(value, list) else value

@@ -1,0 +1,90 @@
+"""What each role reads: the only place where privilege is written into a prompt.
+
+Every prompt is one user message rendered by the tokenizer's own chat template, ending where the assistant's turn
+begins, as token ids. The outcome R enters none of them: `hindsight` sees a problem and a text, never a verdict.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from past_opsd.config import PromptsSection
+from past_opsd.types import PastError, Problem, Tokens
+
+FIELDS = ("problem", "student_output", "reference_solution")
+_FIELD = re.compile(r"\{(" + "|".join(FIELDS) + r")\}")
+_THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
+
+# Which fields a role may name. The student and the evaluation see X alone.
+ALLOWED: Mapping[str, frozenset[str]] = {
+    "student": frozenset({"problem"}),
+    "evaluation": frozenset({"problem"}),
+    "reference": frozenset({"problem", "reference_solution"}),
+    "hindsight": frozenset(FIELDS),
+    "removed": frozenset({"problem", "reference_solution"}),
+}
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer here."""
+
+    chat_template: Any
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> Any: ...
+
+
+def fill(template: str, fields: Mapping[str, str]) -> str:
+    """Put the fields into the template in one pass; braces elsewhere (`\\boxed{}`) and in the fields stay."""
+    return _FIELD.sub(lambda match: fields[match[1]], template)
+
+
+class Prompts:
+    """The recipe's templates bound to a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, section: PromptsSection):
+        for role, allowed in ALLOWED.items():
+            used = set(_FIELD.findall(section.__dict__[role]))
+            if used - allowed:
+                raise PastError(f"prompts.{role} names {{{min(used - allowed)}}}, which this role must not see")
+            if allowed - used:
+                raise PastError(f"prompts.{role} must contain {{{min(allowed - used)}}}")
+        if not tokenizer.chat_template:
+            raise PastError(
+                "the tokenizer has no chat template; use an instruction-tuned model or set one in its folder"
+            )
+        self._tokenizer = tokenizer
+        self._section = section
+
+    def student(self, problem: Problem) -> Tokens:
+        """X for the student."""
+        return self._render("student", self._section.student_kwargs, problem=problem.text)
+
+    def evaluation(self, problem: Problem) -> Tokens:
+        """X in evaluation."""
+        return self._render("evaluation", self._section.evaluation_kwargs, problem=problem.text)
+
+    def reference(self, problem: Problem) -> Tokens:
+        """(X, Z): Vanilla OPSD's teacher."""
+        kwargs = self._section.teacher_kwargs
+        return self._render("reference", kwargs, problem=problem.text, reference_solution=problem.solution)
+
+    def hindsight(self, problem: Problem, attempt: str) -> Tokens:
+        """(X, Y, Z), [eq:past-privilege]: PAST's teacher reads the complete student response as text."""
+        if self._section.strip_thinking:
+            attempt = _THINKING.sub("", attempt).strip()
+        fields = {"problem": problem.text, "student_output": attempt, "reference_solution": problem.solution}
+        return self._render("hindsight", self._section.teacher_kwargs, **fields)
+
+    def removed(self, problem: Problem) -> Tokens:
+        """The hindsight message with the attempt taken out."""
+        kwargs = self._section.teacher_kwargs
+        return self._render("removed", kwargs, problem=problem.text, reference_solution=problem.solution)
+
+    def _render(self, role: str, kwargs: Mapping[str, Any], **fields: str) -> Tokens:
+        message = [{"role": "user", "content": fill(self._section.__dict__[role], fields)}]
+        text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **kwargs)
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,158 @@
+"""The nouns of the paper as frozen dataclasses; everything else speaks in these.
+
+X is `Problem.text`, Z is `Problem.solution`, Y and C_j are `Response`, R is `Verdict.correct`.
+A method is a list of `Term`; a `Term` is one summand `weight * mean over tokens of loss(live, frozen)`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Adapter = Literal["student", "teacher", "base"]
+Tokens = tuple[int, ...]
+
+
+class PastError(Exception):
+    """A mistake a person can mend: the message says what was wrong, where, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A task with its privilege: `text` is X, `solution` is Z, `answer` is read by the verifier alone."""
+
+    id: str
+    text: str
+    solution: str
+    answer: str
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Which policy reads which prompt: adapter(. | prompt, y_<t)."""
+
+    adapter: Adapter
+    prompt: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A sampled response: ids as sampled, never re-tokenised. `finished` is false when the token limit cut it."""
+
+    tokens: Tokens
+    text: str
+    logprobs: tuple[float, ...]
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """R and why: `correct`, or the kind of failure (`wrong`, `no_box`, `truncated`, `timeout`, ...).
+
+    `answer` is what the verifier compared, "" where there was nothing; majority@k votes on it.
+    """
+
+    correct: bool
+    reason: str
+    answer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One verified response: the student's Y, or one of the teacher's continuations C_j."""
+
+    problem: Problem
+    view: View
+    response: Response
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A failed student attempt with the teacher's realised continuations."""
+
+    attempt: Attempt
+    continuations: tuple[Attempt, ...]
+
+    @property
+    def successes(self) -> tuple[Attempt, ...]:
+        """S_g, the verifier-successful continuations."""
+        return tuple(c for c in self.continuations if c.verdict.correct)
+
+    @property
+    def mixed(self) -> bool:
+        """m_g^mix: the group holds both outcomes."""
+        return 0 < len(self.successes) < len(self.continuations)
+
+    @property
+    def active(self) -> bool:
+        """At least one success; an all-failure group contributes nothing."""
+        return bool(self.successes)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One cycle's student rollouts, routed by outcome."""
+
+    correct: tuple[Attempt, ...]
+    failed: tuple[Attempt, ...]
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        return self.correct + self.failed
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One summand of an objective: weight * reduce_t loss(live view, frozen view) along `tokens`.
+
+    `live` gets the gradient, `frozen` is a stop-gradient target read along the same token ids.
+    For a policy-gradient loss `frozen=None` means "the live view before this step": with one optimizer
+    step a snapshot, the old policy and the live one are the same function when the loss is taken.
+    Both views' logits are divided by `temperature`.
+    """
+
+    name: str
+    live: View
+    frozen: View | None
+    tokens: Tokens
+    loss: Callable[..., Any]
+    weight: float = 1.0
+    temperature: float = 1.0
+
+
+def route(attempts: Iterable[Attempt]) -> Batch:
+    """Split rollouts by R. The outcome chooses the objective and enters no prompt."""
+    attempts = tuple(attempts)
+    return Batch(
+        correct=tuple(a for a in attempts if a.verdict.correct),
+        failed=tuple(a for a in attempts if not a.verdict.correct),
+    )
+
+
+def scale(factor: float, terms: Sequence[Term]) -> list[Term]:
+    """factor * (sum of terms)."""
+    return [replace(term, weight=factor * term.weight) for term in terms]
+
+
+def mean(items: Iterable[Sequence[Term]]) -> list[Term]:
+    """The mean over the non-empty items, each a sum of terms.
+
+    Serves the means within a branch and [eq:teacher-active-branch-loss] alike: a branch without a valid
+    term is an empty item, so it neither contributes nor scales the other.
+    """
+    present = [item for item in items if item]
+    return [term for item in present for term in scale(1.0 / len(present), item)]
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 64-bit seed that is a function of its parts alone, e.g. (seed, cycle, problem id, role, draw).
+
+    Every random draw of the package comes from here, never from a global stream: the composition of a
+    batch, the number of processes and a resume do not change what is drawn.
+    """
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

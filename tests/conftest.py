@@ -1,0 +1,77 @@
+"""Shared parts of the tests: the embedded default, small and on one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from past_opsd import config
+from past_opsd.config import Recipe
+from past_opsd.train import Session, session
+
+SMALL = [
+    "run.cycles=3",
+    "run.checkpoint_every=1",
+    "rollout.problems_per_cycle=6",
+    "task.train_problems=60",
+    "task.eval_problems=4",
+    "evaluation.samples=4",
+    "evaluation.pass_k=[1, 4]",
+]
+
+
+class Quiet:
+    """A display that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.phases: list[tuple[int, str]] = []
+
+    def phase(self, cycle: int, name: str) -> None:
+        self.phases.append((cycle, name))
+
+    def cycle(self, cycle: int, metrics: dict[str, float]) -> None: ...
+
+    def evaluated(self, step: int, summary: dict[str, float]) -> None: ...
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def quiet() -> Quiet:
+    return Quiet()
+
+
+def small(name: str = "embedded/past", *overrides: str) -> Recipe:
+    return config.load(name, [*SMALL, *overrides])
+
+
+@pytest.fixture(scope="session")
+def small_recipe():
+    """`small_recipe(name, *overrides)`: a shipped recipe cut down to seconds."""
+    return small
+
+
+@pytest.fixture
+def past() -> Iterator[Session]:
+    """PAST on the embedded default, freshly assembled."""
+    with session(small()) as parts:
+        yield parts
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of third-party data beside the project; tests that need it skip where it is missing."""
+    folder = Path(__file__).resolve().parents[1].parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"no data folder at {folder}")
+    return folder

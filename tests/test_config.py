@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from past_opsd import config
+from past_opsd.types import PastError
+
+
+def write(folder: Path, text: str, name: str = "mine.toml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def error(path: Path | str, *overrides: str) -> str:
+    with pytest.raises(PastError) as caught:
+        config.load(path, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", config.shipped())
+def test_every_shipped_recipe_is_valid_described_and_reproduces_itself(name: str, tmp_path: Path):
+    recipe = config.load(name)
+    assert recipe.name == name
+    assert recipe.description
+    again = config.load(write(tmp_path, config.to_toml(recipe)))
+    assert config.dump(again) == config.dump(recipe)
+    assert config.dump(config.from_dump(config.dump(recipe))) == config.dump(recipe)
+
+
+@pytest.mark.parametrize("name", config.shipped())
+def test_show_explains_every_field(name: str):
+    lines = config.to_toml(config.load(name)).splitlines()
+    inside = False
+    for before, line in zip(["", *lines], lines, strict=False):
+        inside = inside != ("'''" in line and line.count("'''") == 1)
+        if not inside and " = " in line and not line.startswith(("#", " ")) and "'''" not in line:
+            assert before.startswith("# "), line
+
+
+def test_unknown_key_names_file_line_and_nearest_key(tmp_path: Path):
+    path = write(tmp_path, 'extends = "embedded/past"\n\n[method]\nbeta_lk = 0.1\n')
+    assert error(path) == f"{path}:4: method.beta_lk: unknown key; did you mean 'beta_kl'?"
+
+
+def test_unknown_section_names_the_nearest(tmp_path: Path):
+    path = write(tmp_path, 'extends = "embedded/past"\n[rolout]\nproblems_per_cycle = 2\n')
+    assert error(path) == f"{path}:2: rolout: unknown key; did you mean 'rollout'?"
+
+
+def test_wrong_type_is_not_coerced(tmp_path: Path):
+    path = write(tmp_path, 'extends = "embedded/past"\n[run]\ncycles = "20"\n')
+    assert error(path).startswith(f"{path}:3: run.cycles: input should be a valid integer")
+
+
+def test_line_numbers_skip_multi_line_strings(tmp_path: Path):
+    path = write(tmp_path, "extends = \"embedded/past\"\nname = '''\n[run]\ncycles = 3\n'''\n[run]\ncylces = 3\n")
+    assert error(path).startswith(f"{path}:7: run.cylces: unknown key")
+
+
+def test_inherited_key_is_blamed_on_the_file_that_wrote_it(tmp_path: Path):
+    base = write(tmp_path, 'extends = "embedded/past"\n[run]\ncylces = 3\n', "base.toml")
+    mine = write(tmp_path, 'extends = "base.toml"\n[run]\nseed = 3\n')
+    assert error(mine).startswith(f"{base}:3: ")
+
+
+def test_all_mistakes_are_told_at_once():
+    assert len(error("embedded/past", "run.cycles=0", "method.tau=-1", "nonsense=1").splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("evaluation.pass_k=[13]", "must lie between 1 and samples = 12"),
+        ("evaluation.at=[2.0]", "fractions of the run"),
+        ("method.group_max=0", "greater than or equal to 1"),
+        ("method.name='pats'", "no method 'pats'; known are"),
+        ("run.cycles", "write it as --set section.key=value"),
+    ],
+)
+def test_impossible_settings(override: str, expected: str):
+    assert expected in error("embedded/past", override)
+
+
+def test_impossible_combination():
+    message = error("embedded/past", "method.train_teacher=false", "method.branches='failed'")
+    assert "has no meaning with train_teacher = false" in message
+
+
+def test_unknown_recipe_names_the_nearest():
+    assert "did you mean 'embedded/past'" in error("embeded/past")
+
+
+def test_broken_toml_names_the_file(tmp_path: Path):
+    path = write(tmp_path, "[run\n")
+    assert f"{path}: not valid TOML" in error(path)
+
+
+def test_circle(tmp_path: Path):
+    path = write(tmp_path, 'extends = "mine.toml"\n')
+    assert "runs in a circle" in error(path)
+
+
+def test_overrides_win_and_keep_their_type():
+    recipe = config.load("embedded/past", ["method.tau=inf", "run.seed=29", "name=words without quotes"])
+    assert recipe.method.tau == float("inf")
+    assert (recipe.run.seed, recipe.name) == (29, "words without quotes")
+
+
+def test_choosing_another_method_drops_the_inherited_ones_options(tmp_path: Path):
+    path = write(tmp_path, 'extends = "embedded/past"\n[method]\nname = "opsd"\n')
+    recipe = config.load(path)
+    assert recipe.method.name == "opsd"
+    assert recipe.method.tau == 0.05
+    assert recipe.run.cycles == config.load("embedded/past").run.cycles
+
+
+def test_a_method_of_ones_own_by_dotted_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write(
+        tmp_path,
+        "from past_opsd.config import Section\nclass Options(Section):\n    strength: float = 1.0\n",
+        "my_method.py",
+    )
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "my_method.py").rename(tmp_path / "mine" / "method.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe = config.load("embedded/past", ["method.name='mine.method'"])
+    assert recipe.method.strength == 1.0
+
+
+def test_prompts_of_the_paper_are_verbatim(shared: Path):
+    tex = (shared / "paper.tex").read_text(encoding="utf-8")
+    block = tex.split("\\begin{verbatim}\n")[1].split("\n\\end{verbatim}")[0]
+    assert config.load("paper/past").prompts.hindsight == block
+
+
+def test_removed_is_hindsight_without_the_attempt():
+    prompts = config.load("paper/past").prompts
+    block = "=== Student Attempt Begin ===\n{student_output}\n=== Student Attempt End ===\n\n"
+    assert prompts.hindsight.count(block) == 1
+    assert prompts.removed == prompts.hindsight.replace(block, "")
+
+
+def test_toml_strings_survive():
+    for text in ("plain", 'with "quotes"', "back\\slash", "two\nlines \\boxed{}", "unicode ½"):
+        assert tomllib.loads(f"v = {config._toml(text)}")["v"] == text
