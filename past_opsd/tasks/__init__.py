@@ -1,0 +1,29 @@
+"""Tasks: where problems come from.
+
+A task module holds `class Options(BaseModel)` (its settings) and `def build(options) -> Task`. The module's
+name is the task's name in a recipe; there is no registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from past_opsd.types import Problem
+
+
+class Task(Protocol):
+    """Training problems and, by benchmark name, held-out ones."""
+
+    @property
+    def identity(self) -> str:
+        """Names the task, its settings and its content (a hash); a checkpoint of another identity is refused."""
+        ...
+
+    def train(self) -> Sequence[Problem]:
+        """The training problems in a fixed order; the loop decides which come when."""
+        ...
+
+    def evaluation(self) -> Mapping[str, Sequence[Problem]]:
+        """Held-out problems by benchmark; a macro average weighs the benchmarks equally."""
+        ...
