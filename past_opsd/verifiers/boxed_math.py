@@ -1,0 +1,155 @@
+r"""Mathematics in a box: the last `\boxed{}` after the thinking part, equal to the gold answer as mathematics.
+
+Extraction and textual equality happen here, in the caller's process, in linear time. What is left goes to
+math-verify in processes that can be killed. Truncated, malformed, unparseable and endless answers are failures,
+each with its reason.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from importlib.metadata import version
+from types import TracebackType
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from past_opsd.types import Response, Verdict
+from past_opsd.verifiers import Reason, Verifier
+from past_opsd.verifiers._extract import find_answer, find_boxes
+from past_opsd.verifiers._normalise import clean, drop_invisible, is_quoted, label, nesting, rational, squeeze
+from past_opsd.verifiers.pool import Lost, WorkerPool
+
+# Part of the identity: raise it with every change that can change a verdict.
+RULES = 1
+_REMEMBERED = 50_000
+_SHOWN = 200
+_PACKAGES = ("math-verify", "latex2sympy2-extended", "sympy")
+
+
+class Options(BaseModel):
+    """Settings of the boxed mathematics verifier."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    timeout: float = Field(
+        default=4.0, gt=0, le=60, description="Seconds a comparison may take before its process is killed."
+    )
+    workers: int = Field(default=2, ge=1, description="Processes that compare at the same time.")
+    memory_mb: int = Field(default=2048, ge=256, description="Address space of each of these processes, in MiB.")
+    strip_thinking: bool = Field(default=True, description="Read only what follows the last </think>.")
+    max_length: int = Field(default=1500, ge=1, description="Characters in a box beyond which it is not parsed.")
+    max_nesting: int = Field(default=30, ge=1, description="Depth of brackets in a box beyond which it is not parsed.")
+
+
+class BoxedMath:
+    """See the module's docstring; satisfies `Verifier`."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        settings = options.model_dump(include=set(Options.model_fields) - {"workers"})
+        packages = " ".join(f"{name}=={version(name)}" for name in _PACKAGES)
+        listed = ", ".join(f"{key}={value}" for key, value in settings.items())
+        self.identity = f"boxed_math rules {RULES} ({listed}) {packages}"
+        self._pool = WorkerPool(
+            "past_opsd.verifiers._compare:compare",
+            workers=options.workers,
+            timeout=options.timeout,
+            memory_mb=options.memory_mb,
+        )
+        self._memory: OrderedDict[tuple[str, str], Reason] = OrderedDict()
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the living workers."""
+        return self._pool.pids
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._pool.close()
+
+    def verify(self, items: Sequence[tuple[str, Response]]) -> list[Verdict]:
+        """One verdict an item, in order. All comparisons of a call run across the workers."""
+        looked = [self._look(gold, response) for gold, response in items]
+        pairs = [pair for pair in dict.fromkeys(found for found, _ in looked) if isinstance(pair, tuple)]
+        replies = self._pool.run([(clean(gold), clean(answer)) for gold, answer in pairs]) if pairs else []
+        decided = dict(zip(pairs, map(_reason, replies), strict=True))
+        for pair, reason in decided.items():
+            if reason is not Reason.CRASHED:
+                self._remember(pair, reason)
+        return [(decided[f] if isinstance(f, tuple) else f).verdict(answer) for f, answer in looked]
+
+    def _look(self, gold: str, response: Response) -> tuple[Reason | tuple[str, str], str]:
+        """A reason where the text decides, else the pair that mathematics must decide; and the answer given."""
+        if not response.finished:
+            return Reason.TRUNCATED, ""
+        found = find_answer(response.text, strip_thinking=self.options.strip_thinking)
+        if found.failure is not None:
+            return found.failure, ""
+        pair = (_gold_content(gold), _join(found.parts))
+        fits = len(pair[1]) <= self.options.max_length
+        said = squeeze(clean(pair[1])) if fits else drop_invisible(pair[1][:_SHOWN]) + "…"
+        known = self._memory.get(pair)
+        if known is None and (known := self._by_text(*pair)) is None:
+            return pair, said
+        self._remember(pair, known)
+        return known, said
+
+    def _by_text(self, gold: str, answer: str) -> Reason | None:
+        if not gold:
+            return Reason.BAD_GOLD
+        if gold == answer:
+            return Reason.CORRECT
+        if max(len(answer), len(gold)) > self.options.max_length:
+            return Reason.TOO_COMPLEX
+        target, said = clean(gold), clean(answer)
+        if not said:
+            return Reason.UNPARSEABLE
+        if squeeze(target) == squeeze(said):
+            return Reason.CORRECT
+        values = rational(target), rational(said)
+        if None not in values:
+            return Reason.CORRECT if values[0] == values[1] else Reason.WRONG
+        words = label(target), label(said)
+        if None not in words and words[0] == words[1]:
+            return Reason.CORRECT
+        if is_quoted(target) and None not in words:
+            return Reason.WRONG
+        return Reason.TOO_COMPLEX if max(nesting(said), nesting(target)) > self.options.max_nesting else None
+
+    def _remember(self, pair: tuple[str, str], reason: Reason) -> None:
+        self._memory[pair] = reason
+        self._memory.move_to_end(pair)
+        if len(self._memory) > _REMEMBERED:
+            self._memory.popitem(last=False)
+
+
+def _gold_content(gold: str) -> str:
+    """A gold answer may itself come boxed; its last box is then what counts."""
+    found = find_boxes(gold)
+    return (gold if found.failure is not None else _join(found.parts)).strip()
+
+
+def _join(parts: tuple[str, ...]) -> str:
+    """Boxes joined by a comma or a conjunction are one list: `\\boxed{1}, \\boxed{2}` does not say 2."""
+    return ", ".join(dict.fromkeys(part.strip() for part in parts))
+
+
+def _reason(answer: str | Lost) -> Reason:
+    if isinstance(answer, Lost):
+        return Reason.TIMEOUT if answer is Lost.TIMEOUT else Reason.CRASHED
+    return Reason(answer)
+
+
+def build(options: Options) -> Verifier:
+    """The verifier; its processes start with the first answer that text alone does not decide."""
+    return BoxedMath(options)

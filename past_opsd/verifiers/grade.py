@@ -1,0 +1,274 @@
+"""`past verify`: grade a file of model responses and, where it states verdicts, say how far the two agree."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from pydantic import ValidationError
+
+from past_opsd.config import plugin
+from past_opsd.types import PastError, Response, Verdict
+from past_opsd.verifiers import Verifier
+
+_STATED = ("stated", "equal", "expected", "correct", "label")
+_SKIPPED = "skipped"
+_BATCH = 256
+
+
+@dataclass(slots=True)
+class Agreement:
+    """How many stated verdicts ours equal, and how the others differ."""
+
+    same: int = 0
+    total: int = 0
+    wrongly_accepted: int = 0
+
+    def add(self, ours: bool, stated: bool) -> None:
+        self.total += 1
+        self.same += ours == stated
+        self.wrongly_accepted += ours and not stated
+
+    @property
+    def rate(self) -> float:
+        return self.same / self.total if self.total else float("nan")
+
+
+@dataclass(slots=True)
+class Summary:
+    """What `grade_file` saw. `suspect` and `policy` rows are in no other agreement."""
+
+    rows: int = 0
+    correct: int = 0
+    bad: int = 0
+    seconds: float = 0.0
+    reasons: Counter[str] = field(default_factory=Counter)
+    overall: Agreement = field(default_factory=Agreement)
+    by_source: dict[str, Agreement] = field(default_factory=dict)
+    suspect: Agreement = field(default_factory=Agreement)
+    policy: Agreement = field(default_factory=Agreement)
+
+    def count(self, row: Mapping[str, Any], verdict: Verdict, stated: bool | None) -> None:
+        """Take one graded row in."""
+        self.rows += 1
+        self.correct += verdict.correct
+        self.reasons[verdict.reason] += 1
+        if stated is None or verdict.reason == _SKIPPED:
+            return
+        if row.get("suspect"):
+            self.suspect.add(verdict.correct, stated)
+        elif row.get("policy"):
+            self.policy.add(verdict.correct, stated)
+        else:
+            self.overall.add(verdict.correct, stated)
+            if group := _group(row.get("source")):
+                self.by_source.setdefault(group, Agreement()).add(verdict.correct, stated)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    data: dict[str, Any]
+    gold: str
+    response: Response | None  # None: not applicable to a verifier that reads boxes
+    stated: bool | None
+
+
+def grade_file(
+    path: Path, out: Path | None, verifier: Verifier, *, skip_bad: bool = False, protocol_field: str | None = None
+) -> Summary:
+    """Grade `path` (JSON lines with `gold` and `prediction`) into `out`, in order, in one pass.
+
+    `out` holds every row with `correct` and `reason` set, and `stated` where the row came with a verdict; it
+    appears whole or not at all. A bad row is an error, or with `skip_bad` left out and counted.
+    """
+    began = time.monotonic()
+    summary = Summary()
+    with _replacing(out) as sink:
+        batch: list[_Row] = []
+        for row in _rows(path, protocol_field, skip_bad, summary):
+            batch.append(row)
+            if len(batch) == _BATCH:
+                _grade(batch, verifier, sink, summary)
+                batch = []
+        _grade(batch, verifier, sink, summary)
+    summary.seconds = time.monotonic() - began
+    return summary
+
+
+def _grade(batch: list[_Row], verifier: Verifier, sink: IO[bytes] | None, summary: Summary) -> None:
+    verdicts = iter(verifier.verify([(row.gold, row.response) for row in batch if row.response is not None]))
+    for row in batch:
+        verdict = Verdict(False, _SKIPPED) if row.response is None else next(verdicts)
+        summary.count(row.data, verdict, row.stated)
+        if sink is not None:
+            stated = {} if row.stated is None else {"stated": row.stated}
+            sink.write(_line(row.data | stated | {"correct": verdict.correct, "reason": verdict.reason}))
+
+
+def _rows(path: Path, protocol_field: str | None, skip_bad: bool, summary: Summary) -> Iterator[_Row]:
+    try:
+        source = path.open("rb")
+    except OSError as error:
+        raise PastError(f"{path}: cannot be read ({error.strerror}). Give a file of JSON lines.") from None
+    with source:
+        for number, line in enumerate(source, 1):
+            if not line.strip():
+                continue
+            try:
+                yield _parse(line, protocol_field)
+            except ValueError as error:
+                if not skip_bad:
+                    raise PastError(
+                        f"{path}:{number}: {error}. Mend the line, or leave it out with --skip-bad."
+                    ) from None
+                summary.bad += 1
+
+
+def _parse(line: bytes, protocol_field: str | None) -> _Row:
+    """One row, or a ValueError that says what is wrong with it."""
+    try:
+        data = json.loads(line.decode())
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        raise ValueError("not a JSON object in UTF-8") from None
+    if not isinstance(data, dict):
+        raise ValueError("not a JSON object")
+    gold = _string(data, "gold", "gold")
+    text = _string(data, "prediction", "prediction" if "prediction" in data else "response")
+    finished = data.get("finished", True)
+    if not isinstance(finished, bool):
+        raise ValueError("`finished` is neither true nor false")
+    protocol = "direct"
+    if protocol_field is not None:
+        protocol = data.get(protocol_field)
+        if protocol not in ("direct", "wrap", "skip"):
+            raise ValueError(f"`{protocol_field}` is not one of direct, wrap, skip")
+    if protocol == "wrap":
+        text = rf"\boxed{{{text}}}"
+    response = None if protocol == "skip" else Response((), text, (), finished)
+    return _Row(data, gold, response, _stated(data))
+
+
+def _stated(data: Mapping[str, Any]) -> bool | None:
+    """The verdict that a row came with. One with a `reason` was graded here, so its `correct` is our own."""
+    names = (name for name in _STATED if not (name == "correct" and "reason" in data))
+    return next((data[name] for name in names if isinstance(data.get(name), bool)), None)
+
+
+def _string(data: Mapping[str, Any], name: str, key: str) -> str:
+    value = data.get(key)
+    if name == "gold" and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"`{name}` is {'missing' if value is None else 'not a string'}")
+    return value
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    try:
+        return (json.dumps(row, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # a lone surrogate can only be written escaped
+        return (json.dumps(row) + "\n").encode()
+
+
+def _group(source: object) -> str:
+    return source.split(" ")[0].split("::")[0] if isinstance(source, str) else ""
+
+
+@contextmanager
+def _replacing(out: Path | None) -> Iterator[IO[bytes] | None]:
+    """A file that takes the place of `out` when the block ends well, and goes away when it does not."""
+    if out is None:
+        yield None
+        return
+    try:
+        handle, name = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
+    except OSError as error:
+        raise PastError(f"{out}: cannot be written ({error.strerror}). Give --out a folder that exists.") from None
+    try:
+        with os.fdopen(handle, "wb") as sink:
+            yield sink
+            sink.flush()
+            os.fsync(sink.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, out)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def render(summary: Summary) -> str:
+    """The summary for a terminal of 80 columns."""
+    share = f" ({summary.correct / summary.rows:.1%})" if summary.rows else ""
+    lines = [f"{summary.rows} rows, {summary.correct} correct{share}, {summary.seconds:.1f} s"]
+    if summary.bad:
+        lines.append(f"{summary.bad} bad rows left out")
+    lines += [f"  {reason:<14}{count:>8}" for reason, count in summary.reasons.most_common()]
+    if summary.overall.total:
+        lines.append(f"{'agreement with stated verdicts':<44}{'same':>7}{'of':>7}{'rate':>8}{'accepted':>12}")
+        lines.append(_row("all", summary.overall))
+        lines += [_row(f"  {name}", summary.by_source[name]) for name in sorted(summary.by_source)]
+    for name, part in (("policy (a matter of taste)", summary.policy), ("suspect (stated wrongly)", summary.suspect)):
+        if part.total:
+            lines.append(_row(f"not counted: {name}", part))
+    if summary.overall.total:
+        lines.append("accepted: rows that we accept and the stated verdict does not")
+    return "\n".join(lines)
+
+
+def _row(name: str, part: Agreement) -> str:
+    name = name if len(name) <= 43 else name[:42] + "…"
+    return f"{name:<44}{part.same:>7}{part.total:>7}{part.rate:>8.1%}{part.wrongly_accepted:>12}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `past verify`."""
+    parser.add_argument("file", type=Path, help="JSON lines with `gold` and `prediction` (or `response`)")
+    parser.add_argument("--out", type=Path, help="write the rows here with `correct` and `reason` added")
+    parser.add_argument("--verifier", default="boxed_math", help="which verifier (default: %(default)s)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the verifier, e.g. timeout=2"
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="leave out rows that cannot be read, and count them")
+    parser.add_argument(
+        "--protocol-field",
+        metavar="NAME",
+        help="field that says how to read a row: direct, wrap (put the prediction in a box first) or skip",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """`past verify`."""
+    with _build(args.verifier, args.set) as verifier:
+        summary = grade_file(args.file, args.out, verifier, skip_bad=args.skip_bad, protocol_field=args.protocol_field)
+    print(render(summary))
+    return 0
+
+
+def _build(name: str, settings: list[str]) -> Verifier:
+    module = plugin("verifier", name)
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise PastError(f"--set {setting}: write it as KEY=VALUE, e.g. --set timeout=2")
+        try:
+            values[key.strip()] = tomllib.loads(f"v = {value}")["v"]
+        except tomllib.TOMLDecodeError:
+            values[key.strip()] = value.strip()
+    try:
+        options = module.Options(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        known = ", ".join(module.Options.model_fields)
+        raise PastError(f"--set {'.'.join(map(str, first['loc']))}: {first['msg']}. {name} knows {known}.") from None
+    return module.build(options)
