@@ -1,0 +1,131 @@
+"""The cycle: rollout, verify, route, adapt the teacher, distill the student, publish both adapters.
+
+Snapshots need no copies: the teacher step reads the student before it moves (p_k), the student step reads the teacher
+after it moved (q_{k+1}). Nothing outlives a cycle but its records; checkpoints are written at its boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from past_opsd.config import RolloutSection
+from past_opsd.lab import Lab, Work
+from past_opsd.methods import Method
+from past_opsd.prompts import Prompts
+from past_opsd.sampling import Draws
+from past_opsd.types import Adapter, Attempt, Batch, Group, Problem, Term, View, derive_seed, route
+
+
+class Learner(Protocol):
+    """What the loop asks of the learner."""
+
+    @property
+    def versions(self) -> Mapping[Adapter, int]: ...
+
+    def step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """What one cycle leaves for the records."""
+
+    batch: Batch
+    draws: list[Draws]
+    dropped: int
+    versions: dict[Adapter, int]
+    metrics: dict[str, float]
+
+
+@dataclass
+class Loop:
+    """The parts of a run, and the cycle that moves them."""
+
+    seed: int
+    rollout: RolloutSection
+    problems: Sequence[Problem]
+    prompts: Prompts
+    method: Method
+    lab: Lab
+    learner: Learner
+    max_context: int
+
+    def cycle(self, k: int, phase: Callable[[str], None] = lambda name: None) -> Cycle:
+        """One cycle, from p_k and q_k to p_{k+1} and q_{k+1}."""
+        versions = dict(self.learner.versions)
+
+        phase("rollout")
+        attempts = self.attempts(k)  # Y ~ p_k(. | X), R = V(X, Y)
+        kept = [a for a in attempts if self._fits(a)]
+        batch = route(kept)
+
+        phase("draw")
+        draws = self.method.explore(batch.failed, self._draw(k, batch.failed))  # C_j ~ q_k(. | U)
+        groups = [Group(a, d.continuations) for a, d in zip(batch.failed, draws, strict=True)] if draws else []
+
+        phase("adapt")
+        metrics = self.learner.step("teacher", self.method.teacher_terms(batch, groups))
+
+        phase("distill")
+        metrics |= self.learner.step("student", self.method.student_terms(batch))
+
+        phase("publish")
+        self.publish()
+        self.method.end_cycle(draws)
+        wanted = self.rollout.problems_per_cycle * self.rollout.samples_per_problem
+        return Cycle(batch, draws, wanted - len(kept), versions, metrics | self.method.metrics())
+
+    def publish(self) -> None:
+        """Let the engine serve both adapters as they are now."""
+        for adapter in ("student", "teacher"):
+            self.lab.engine.publish(adapter, self.learner.versions[adapter])
+
+    def take(self, k: int) -> list[Problem]:
+        """The problems of cycle k: every epoch is its own permutation, and the position follows from k alone."""
+        n, size = len(self.problems), self.rollout.problems_per_cycle
+        positions = range(k * size, (k + 1) * size)
+        orders = {
+            epoch: np.random.default_rng(derive_seed(self.seed, "epoch", epoch)).permutation(n)
+            for epoch in {p // n for p in positions}
+        }
+        return [self.problems[orders[p // n][p % n]] for p in positions]
+
+    def attempts(self, k: int) -> list[Attempt]:
+        """[eq:on-policy-rollout]: the student's complete responses of cycle k, sampled from X alone and verified."""
+        work = [
+            Work(problem, View("student", prompt), derive_seed(self.seed, k, problem.id, "student", sample))
+            for problem in self.take(k)
+            for prompt in [self.prompts.student(problem)]
+            for sample in range(self.rollout.samples_per_problem)
+            if len(prompt) + self.rollout.student.max_new_tokens <= self.max_context
+        ]
+        return self.lab.attempt(work, self.rollout.student, self.learner.versions)
+
+    def _fits(self, attempt: Attempt) -> bool:
+        """Whether the privileged view has room for the response, and for a continuation where one may be drawn."""
+        room = len(attempt.response.tokens)
+        if not attempt.verdict.correct:
+            room = max(room, self.rollout.teacher.max_new_tokens)
+        return len(self.method.teacher_view(attempt).prompt) + room <= self.max_context
+
+    def _draw(self, k: int, failed: Sequence[Attempt]) -> Callable[[Sequence[tuple[int, int]]], list[Attempt]]:
+        """Teacher continuations of the failed attempts, sampled and verified in one batch per round."""
+        views = [self.method.teacher_view(a) for a in failed]
+        # A problem can fail more than once in a cycle; each failure draws from seeds of its own.
+        copies = [sum(b.problem.id == a.problem.id for b in failed[:i]) for i, a in enumerate(failed)]
+
+        def draw(requests: Sequence[tuple[int, int]]) -> list[Attempt]:
+            work = [
+                Work(
+                    failed[i].problem,
+                    views[i],
+                    derive_seed(self.seed, k, failed[i].problem.id, "teacher", copies[i], index),
+                )
+                for i, index in requests
+            ]
+            return self.lab.attempt(work, self.rollout.teacher, self.learner.versions)
+
+        return draw

@@ -1,0 +1,210 @@
+"""PAST: one teacher adapted from complete student trajectories, then distilled onto the student's own prefixes.
+
+    U = (Y, Z)                                                                             [eq:past-privilege]
+    correct   L_+ = 1/T sum_t D_tau( p_k(. | H_t) || q_phi(. | H_t, U) )            [eq:correct-teacher-loss]
+    failed    L_- = mixed * L_GRPO + beta_KL * mean over successes of K_j            [eq:failed-teacher-loss]
+              K_j = 1/|C_j| sum_s KL( q_phi(. | G_s, U) || p_k(. | G_s) )                [eq:failed-path-kl]
+    teacher   L_T = mean of the active branches' means                       [eq:teacher-active-branch-loss]
+    student   L_S = mean_i 1/T_i sum_t D_tau( q_{k+1}(. | H_t, U) || pi(. | H_t) ) [eq:student-projection-objective]
+
+The paper's factorial cells, branch, objective, regularisation, clipping and sampler ablations are options. The paper
+does not say which standard deviation normalises the advantage; here it is the sample one (n - 1), as in TRL.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from past_opsd.config import RolloutSection, Section
+from past_opsd.losses import GeneralizedJSD, Match, MatchPlusCE, Reinforce, SampledToken, Stay, TopK
+from past_opsd.prompts import Prompts
+from past_opsd.sampling import Controller, ControllerOptions, Draw, Draws, adaptive, fixed
+from past_opsd.types import Attempt, Batch, Group, Term, View, mean, scale
+
+
+class Options(Section):
+    """PAST, with the paper's ablations as options."""
+
+    trajectory: bool = Field(True, description="the teacher reads the student's complete response")
+    train_teacher: bool = Field(True, description="adapt the teacher; off keeps the initial weights")
+    branches: Literal["both", "correct", "failed"] = Field("both", description="branches that adapt the teacher")
+    objective: Literal["kl", "sampled_token", "jsd", "kl_ce", "top_k"] = Field(
+        "kl", description="distribution matching on correct trajectories and in distillation"
+    )
+    tau: float = Field(0.05, gt=0, description="clip of one vocabulary entry's contribution; inf is exact KL")
+    clip_correct: bool = Field(True, description="clip the correct branch at tau (off: exact KL there)")
+    clip_failed: bool = Field(False, description="clip the failed-path KL at tau too (the paper keeps it exact)")
+    jsd_beta: float = Field(0.5, gt=0, lt=1, description="weight of the frozen view in the JSD mixture")
+    ce_weight: float = Field(1.0, ge=0, description="weight of the cross-entropy in 'kl_ce'")
+    top_k: int = Field(100, ge=1, description="entries kept in 'top_k'")
+    top_k_tail: bool = Field(False, description="'top_k' keeps the rest of the mass as one bucket")
+    beta_kl: float = Field(0.05, ge=0, description="weight of the failed-path KL to the student")
+    epsilon: float = Field(0.2, gt=0, description="GRPO's ratio clip; with one step per snapshot the ratio is 1")
+    advantage_eps: float = Field(1e-4, ge=0, description="added to the group's standard deviation")
+    temperature: float = Field(1.0, gt=0, description="both views' logits are divided by this in matching and KL")
+    sampler: Literal["adaptive", "fixed"] = Field("adaptive", description="how the failed branch draws continuations")
+    group_max: int = Field(8, ge=1, description="G_max; the group size of 'fixed'")
+    warmup_cycles: int = Field(10, ge=0, description="cycles before G_base may fall")
+    ema_decay: float = Field(0.9, ge=0, lt=1, description="decay of the teacher-success average")
+    success_threshold: float = Field(0.4, ge=0, le=1, description="G_base falls while the average stays at or above")
+    patience: int = Field(5, ge=1, description="cycles at or above the threshold before each step down")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Options:
+        if not self.train_teacher and self.branches != "both":
+            raise ValueError(f"branches = '{self.branches}' has no meaning with train_teacher = false")
+        if self.objective == "sampled_token" and not self.clip_correct:
+            raise ValueError("clip_correct = false has no meaning with objective = 'sampled_token', which never clips")
+        return self
+
+
+def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Past:
+    """The method with its prompts; the policy gradient reads the teacher at its sampling temperature."""
+    return Past(options, prompts, rollout.teacher.temperature)
+
+
+class Past:
+    """The cycle's two objectives."""
+
+    def __init__(self, options: Options, prompts: Prompts, teacher_temperature: float):
+        self._o = options
+        self._prompts = prompts
+        self._teacher_temperature = teacher_temperature
+        self._controlled = ControllerOptions(
+            maximum=options.group_max,
+            warmup=options.warmup_cycles,
+            decay=options.ema_decay,
+            threshold=options.success_threshold,
+            patience=options.patience,
+        )
+        self._controller = Controller.start(self._controlled)
+
+    # -- views --------------------------------------------------------------------------------------------------
+
+    def teacher_view(self, attempt: Attempt) -> View:
+        """q(. | H_t, U): problem, complete response and reference; never the outcome."""
+        if self._o.trajectory:
+            prompt = self._prompts.hindsight(attempt.problem, attempt.response.text)
+        else:
+            prompt = self._prompts.removed(attempt.problem)
+        return View("teacher" if self._o.train_teacher else "base", prompt)
+
+    # -- teacher ------------------------------------------------------------------------------------------------
+
+    def explore(self, failed: Sequence[Attempt], draw: Draw) -> list[Draws]:
+        if not self._o.train_teacher or self._o.branches == "correct":
+            return []
+        if self._o.sampler == "fixed":
+            return fixed(len(failed), self._o.group_max, draw)
+        return adaptive(len(failed), self._controller.base, self._o.group_max, draw)
+
+    def teacher_terms(self, batch: Batch, groups: Sequence[Group]) -> list[Term]:
+        """[eq:teacher-active-branch-loss]: examples within a branch first, then the active branches."""
+        if not self._o.train_teacher:
+            return []
+        correct = mean([self._keep(a)] for a in batch.correct) if self._o.branches != "failed" else []
+        failed = mean(self._improve(g) for g in groups if g.active) if self._o.branches != "correct" else []
+        return mean([correct, failed])
+
+    def _keep(self, attempt: Attempt) -> Term:
+        """[eq:correct-teacher-loss]: keep the frozen student's distribution on its own correct trajectory."""
+        return Term(
+            "correct",
+            live=self.teacher_view(attempt),
+            frozen=attempt.view,
+            tokens=attempt.response.tokens,
+            loss=self._matching(self._o.tau if self._o.clip_correct else math.inf),
+            temperature=self._o.temperature,
+        )
+
+    def _improve(self, group: Group) -> list[Term]:
+        """[eq:failed-teacher-loss]: seek verified success, stay close to the student on successful paths."""
+        reward = self._reinforce(group) if group.mixed else []
+        return reward + scale(self._o.beta_kl, mean([self._stay(c, group)] for c in group.successes))
+
+    def _reinforce(self, group: Group) -> list[Term]:
+        """[eq:grpo-objective] with the teacher's own snapshot as the old policy."""
+        advantages = group_advantages([c.verdict.correct for c in group.continuations], self._o.advantage_eps)
+        return mean(
+            [
+                Term(
+                    "reinforce",
+                    live=c.view,
+                    frozen=None,
+                    tokens=c.response.tokens,
+                    loss=Reinforce(advantage, self._o.epsilon),
+                    temperature=self._teacher_temperature,
+                )
+            ]
+            for c, advantage in zip(group.continuations, advantages, strict=True)
+        )
+
+    def _stay(self, continuation: Attempt, group: Group) -> Term:
+        """[eq:failed-path-kl]: the student reads the continuation's prefix under its own prompt."""
+        return Term(
+            "stay",
+            live=continuation.view,
+            frozen=group.attempt.view,
+            tokens=continuation.response.tokens,
+            loss=Stay(self._o.tau if self._o.clip_failed else math.inf),
+            temperature=self._o.temperature,
+        )
+
+    # -- student ------------------------------------------------------------------------------------------------
+
+    def student_terms(self, batch: Batch) -> list[Term]:
+        """[eq:student-projection-objective] on every original trajectory, correct and failed."""
+        return mean([self._distill(a)] for a in batch.attempts)
+
+    def _distill(self, attempt: Attempt) -> Term:
+        return Term(
+            "distill",
+            live=attempt.view,
+            frozen=self.teacher_view(attempt),
+            tokens=attempt.response.tokens,
+            loss=self._matching(self._o.tau),
+            temperature=self._o.temperature,
+        )
+
+    def _matching(self, tau: float) -> Any:
+        """The distribution objective, [eq:pointwise-clipped-divergence] unless an ablation chose another."""
+        match self._o.objective:
+            case "kl":
+                return Match(tau)
+            case "jsd":
+                return GeneralizedJSD(self._o.jsd_beta, tau)
+            case "kl_ce":
+                return MatchPlusCE(tau, self._o.ce_weight)
+            case "top_k":
+                return TopK(self._o.top_k, self._o.top_k_tail, tau)
+            case "sampled_token":
+                return SampledToken()
+
+    # -- from cycle to cycle ------------------------------------------------------------------------------------
+
+    def end_cycle(self, draws: Sequence[Draws]) -> None:
+        samples = sum(d.samples for d in draws)
+        self._controller = self._controller.update(sum(d.successes for d in draws), samples)
+
+    def metrics(self) -> dict[str, float]:
+        return {"sampling/g_base": self._controller.base, "sampling/success_ema": self._controller.ema or 0.0}
+
+    def state(self) -> dict[str, Any]:
+        return {"controller": self._controller.to_dict()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._controller = Controller.from_dict(self._controlled, state["controller"])
+
+
+def group_advantages(outcomes: Sequence[bool], eps: float) -> list[float]:
+    """[eq:grpo-advantage-ratio]: (R_g - mean) / (s_R + eps); zero for a group without spread."""
+    rewards = [float(r) for r in outcomes]
+    if len(set(rewards)) < 2:
+        return [0.0] * len(rewards)
+    centre, spread = statistics.fmean(rewards), statistics.stdev(rewards)
+    return [(r - centre) / (spread + eps) for r in rewards]

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from past_opsd.engines import Request
+from past_opsd.train import Session, session
+
+
+def test_a_cycle_takes_one_step_per_phase_and_publishes_both(past: Session):
+    past.loop.cycle(0)
+    assert past.learner.steps == {"student": 1, "teacher": 1}
+    assert past.model.versions == {"base": 0, "student": 1, "teacher": 1}
+    attempts = past.loop.attempts(1)
+    past.loop.lab.engine.sample([Request(attempts[0].view, 1)], past.recipe.rollout.student, past.model.versions)
+
+
+def test_an_epoch_visits_every_problem_once_and_follows_from_the_cycle_alone(past: Session):
+    size, n = past.recipe.rollout.problems_per_cycle, len(past.loop.problems)
+    cycles = n // size
+    first = [p.id for k in range(cycles) for p in past.loop.take(k)]
+    second = [p.id for k in range(cycles, 2 * cycles) for p in past.loop.take(k)]
+    assert len(set(first)) == n
+    assert set(first) == set(second)
+    assert first != second
+    assert past.loop.take(3) == past.loop.take(3)
+
+
+def test_an_epoch_boundary_inside_a_cycle_loses_nothing(small_recipe):
+    with session(small_recipe("embedded/past", "task.train_problems=10", "rollout.problems_per_cycle=4")) as parts:
+        ids = [p.id for k in range(5) for p in parts.loop.take(k)]
+        assert sorted(ids[:10]) == sorted(ids[10:])
+        assert len(set(ids)) == 10
+
+
+def test_what_was_sampled_is_what_is_scored(past: Session):
+    """Ids are never re-tokenised: the terms hold the sampled ids, even where the text would tokenise otherwise."""
+    cycle = past.loop.cycle(0)
+    sampled = {a.response.tokens for a in cycle.batch.attempts}
+    assert {t.tokens for t in past.loop.method.student_terms(cycle.batch)} == sampled
+    eos = past.model.tokenizer.eos_token_id
+    assert all(tokens[-1] == eos for tokens in sampled if eos in tokens)
+
+
+def test_the_student_reads_the_problem_alone(past: Session):
+    cycle = past.loop.cycle(0)
+    for term in past.loop.method.student_terms(cycle.batch):
+        text = past.model.tokenizer.decode(term.live.prompt)
+        assert "Reference" not in text
+        assert "Attempt" not in text
+
+
+def test_teacher_continuations_are_not_student_paths(past: Session):
+    cycle = past.loop.cycle(0)
+    own = {a.response.tokens for a in cycle.batch.attempts}
+    drawn = {c.response.tokens for d in cycle.draws for c in d.continuations} - own
+    assert drawn
+    assert not drawn & {t.tokens for t in past.loop.method.student_terms(cycle.batch)}
+
+
+def test_what_does_not_fit_is_dropped_and_counted(small_recipe):
+    with session(small_recipe("embedded/past", "model.max_context=80")) as parts:
+        cycle = parts.loop.cycle(0)
+        limit = parts.model.max_context
+        assert limit == 80
+        assert cycle.dropped > 0
+        assert cycle.dropped + len(cycle.batch.attempts) == parts.recipe.rollout.problems_per_cycle
+        for a in cycle.batch.attempts:
+            assert len(parts.loop.method.teacher_view(a).prompt) + len(a.response.tokens) <= limit
+
+
+def test_a_cycle_with_nothing_left_takes_no_step(small_recipe):
+    with session(small_recipe("embedded/past", "model.max_context=40")) as parts:
+        assert parts.loop.attempts(0) == []
+        cycle = parts.loop.cycle(0)
+        assert cycle.dropped == parts.recipe.rollout.problems_per_cycle
+        assert parts.learner.steps == {"student": 0, "teacher": 0}
+
+
+def test_repeated_failures_of_one_problem_draw_their_own_continuations(small_recipe):
+    recipe = small_recipe("embedded/past", "rollout.samples_per_problem=8", "rollout.problems_per_cycle=1")
+    with session(recipe) as parts:
+        attempts = [a for k in range(3) for a in parts.loop.attempts(k)]
+        failed = [a for a in attempts if not a.verdict.correct and a.problem == attempts[0].problem]
+        failed = [failed[0], failed[0]]
+        one, two = parts.loop._draw(0, failed)([(0, 0), (1, 0)])
+        again = parts.loop._draw(0, failed)([(0, 0), (0, 1), (1, 0)])
+        assert [again[0], again[2]] == [one, two]
+        texts = [c.response.text for c in parts.loop._draw(0, failed)([(i, j) for i in (0, 1) for j in range(8)])]
+        assert texts[:8] != texts[8:]
