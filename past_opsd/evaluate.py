@@ -1,0 +1,120 @@
+"""Avg@k, pass@k and majority@k of one adapter on a task's held-out sets."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from past_opsd import stats
+from past_opsd.config import EvaluationSection
+from past_opsd.lab import Lab, Work
+from past_opsd.prompts import Prompts
+from past_opsd.types import Adapter, Attempt, PastError, Problem, View, derive_seed
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One held-out set: outcomes [problems, k] with what explains them."""
+
+    problems: list[str]
+    outcomes: list[list[int]]
+    answers: list[list[str]]
+    reasons: dict[str, int]
+    mean_length: float
+    truncated: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Every held-out set of a task under one adapter at one boundary."""
+
+    step: int
+    adapter: str
+    samples: int
+    dropped: int
+    tasks: dict[str, TaskResult]
+
+    def outcomes(self) -> dict[str, np.ndarray]:
+        """Outcomes by task, [problems, k]."""
+        return {name: np.array(result.outcomes) for name, result in self.tasks.items()}
+
+    def summary(self, pass_k: Sequence[int]) -> dict[str, float]:
+        """Avg@k, pass@k, majority@k per task and their macro averages."""
+        out: dict[str, float] = {}
+        for name, result in self.tasks.items():
+            outcomes = np.array(result.outcomes)
+            out[f"{name}/avg@{self.samples}"] = float(stats.avg_at_k(outcomes))
+            out |= {f"{name}/pass@{k}": float(stats.pass_at_k(outcomes, k)) for k in pass_k}
+            out[f"{name}/majority@{self.samples}"] = float(stats.majority_at_k(outcomes, result.answers))
+            out[f"{name}/mean_length"] = result.mean_length
+            out[f"{name}/truncated"] = result.truncated
+        for metric in dict.fromkeys(key.split("/", 1)[1] for key in out):
+            out[f"macro/{metric}"] = float(np.mean([out[f"{name}/{metric}"] for name in self.tasks]))
+        return out
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), ensure_ascii=False) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: Path) -> Evaluation:
+        """Read what `save` wrote."""
+        try:
+            plain: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            plain["tasks"] = {name: TaskResult(**result) for name, result in plain["tasks"].items()}
+            return Evaluation(**plain)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PastError(f"{path}: not an evaluation written by this package ({error})") from None
+
+
+def evaluate(
+    lab: Lab,
+    prompts: Prompts,
+    sets: Mapping[str, Sequence[Problem]],
+    section: EvaluationSection,
+    *,
+    adapter: Adapter,
+    versions: Mapping[Adapter, int],
+    seed: int,
+    step: int,
+    max_context: int,
+) -> Evaluation:
+    """Sample k responses per problem and verify them. Draws depend on (seed, problem, draw) alone, so methods pair."""
+    tasks: dict[str, TaskResult] = {}
+    dropped = 0
+    for name, problems in sets.items():
+        views = [(p, View(adapter, prompts.evaluation(p))) for p in problems]
+        fitting = [(p, v) for p, v in views if len(v.prompt) + section.sampling.max_new_tokens <= max_context]
+        dropped += len(views) - len(fitting)
+        if not fitting:
+            raise PastError(
+                f"evaluation.sampling.max_new_tokens = {section.sampling.max_new_tokens} leaves no room for any prompt "
+                f"of '{name}' within {max_context} tokens"
+            )
+        work = [
+            Work(p, v, derive_seed(seed, "evaluation", p.id, draw))
+            for p, v in fitting
+            for draw in range(section.samples)
+        ]
+        attempts = lab.attempt(work, section.sampling, versions)
+        tasks[name] = _collect([p for p, _ in fitting], attempts, section.samples)
+    return Evaluation(step, adapter, section.samples, dropped, tasks)
+
+
+def _collect(problems: Sequence[Problem], attempts: Sequence[Attempt], k: int) -> TaskResult:
+    rows = [attempts[i : i + k] for i in range(0, len(attempts), k)]
+    return TaskResult(
+        problems=[p.id for p in problems],
+        outcomes=[[int(a.verdict.correct) for a in row] for row in rows],
+        answers=[[a.verdict.answer for a in row] for row in rows],
+        reasons=dict(sorted(Counter(a.verdict.reason for a in attempts).items())),
+        mean_length=float(np.mean([len(a.response.tokens) for a in attempts])),
+        truncated=float(np.mean([not a.response.finished for a in attempts])),
+    )

@@ -1,0 +1,324 @@
+"""A run in a folder: assemble the parts a recipe names, train, evaluate, checkpoint, resume.
+
+recipe.toml     the resolved recipe
+checkpoints/    see checkpoint.py
+evaluations/    step-00000.json ...
+metrics.jsonl, timings.jsonl, rollouts/, continuations/      see record.py
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+
+from past_opsd import __version__, checkpoint, config, evaluate
+from past_opsd.config import Recipe
+from past_opsd.lab import Lab
+from past_opsd.learner import Learner
+from past_opsd.loop import Loop
+from past_opsd.model import Model
+from past_opsd.prompts import Prompts
+from past_opsd.record import Recorder, read_lines
+from past_opsd.types import PastError, derive_seed
+
+
+class Display(Protocol):
+    """Where progress goes."""
+
+    def phase(self, cycle: int, name: str) -> None: ...
+
+    def cycle(self, cycle: int, metrics: dict[str, float]) -> None: ...
+
+    def evaluated(self, step: int, summary: dict[str, float]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+@dataclass
+class Session:
+    """The parts of a run, built from its recipe."""
+
+    recipe: Recipe
+    model: Model
+    learner: Learner
+    loop: Loop
+    task: Any
+
+    def close(self) -> None:
+        """Stop the verifier's workers."""
+        self.loop.lab.verifier.close()
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Everything that must be the same for a resume to mean anything."""
+        return {
+            **self.model.identity(),
+            "task": self.task.identity,
+            "verifier": self.loop.lab.verifier.identity,
+            "recipe": config.dump(self.recipe),
+        }
+
+    def evaluate(self, step: int) -> evaluate.Evaluation:
+        """Avg@k of the student as it is now."""
+        return evaluate.evaluate(
+            self.loop.lab,
+            self.loop.prompts,
+            self.task.evaluation(),
+            self.recipe.evaluation,
+            adapter="student",
+            versions=self.model.versions,
+            # Methods of one training seed share draws, so they pair; other seeds draw anew, so they add evidence.
+            seed=derive_seed(self.recipe.run.evaluation_seed, self.recipe.run.seed),
+            step=step,
+            max_context=self.model.max_context,
+        )
+
+
+def assemble(recipe: Recipe) -> Session:
+    """Build the model, the task, the engine, the verifier and the method that a recipe names."""
+    if recipe.run.threads:
+        torch.set_num_threads(recipe.run.threads)
+    model = Model(recipe.model, seed=derive_seed(recipe.run.seed, "adapters") >> 1)
+    prompts = Prompts(model.tokenizer, recipe.prompts)
+    task = config.plugin("task", recipe.task.name).build(recipe.task)
+    problems = task.train()
+    if recipe.rollout.problems_per_cycle > len(problems):
+        raise PastError(
+            f"rollout.problems_per_cycle = {recipe.rollout.problems_per_cycle} is more than the task's "
+            f"{len(problems)} problems"
+        )
+    engine = config.plugin("engine", recipe.engine.name).build(recipe.engine, model)
+    verifier = config.plugin("verifier", recipe.verifier.name).build(recipe.verifier)
+    method = config.plugin("method", recipe.method.name).build(recipe.method, prompts, recipe.rollout)
+    learner = Learner(model, recipe.learner, recipe.run.cycles)
+    lab = Lab(engine, verifier)
+    loop = Loop(recipe.run.seed, recipe.rollout, problems, prompts, method, lab, learner, model.max_context)
+    loop.publish()
+    return Session(recipe, model, learner, loop, task)
+
+
+@contextmanager
+def session(recipe: Recipe) -> Iterator[Session]:
+    """An assembled run, closed at the end."""
+    parts = assemble(recipe)
+    try:
+        yield parts
+    finally:
+        parts.close()
+
+
+@dataclass
+class Outcome:
+    """How a run ended."""
+
+    folder: Path
+    completed: int
+    cycles: int
+    evaluations: dict[int, evaluate.Evaluation] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        """All cycles were run."""
+        return self.completed == self.cycles
+
+
+def evaluation_steps(recipe: Recipe) -> set[int]:
+    """The boundaries at which the recipe evaluates."""
+    return {round(fraction * recipe.run.cycles) for fraction in recipe.evaluation.at}
+
+
+def train(recipe: Recipe, folder: Path, resume: bool, display: Display) -> Outcome:
+    """Run the recipe's cycles in `folder`, from the start or from the newest whole checkpoint."""
+    existing = checkpoint.steps(folder)
+    if existing and not resume:
+        raise PastError(f"{folder} already holds a run; continue it with --resume, or choose another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    with session(recipe) as parts, _interruptible() as stopping:
+        start = _restore(parts, folder, display) if existing else _begin(parts, folder)
+        recorder = Recorder(folder)
+        recorder.rewind(start)
+        totals = _totals(folder)
+        for k in range(start, recipe.run.cycles):
+            if stopping():
+                break
+            clock = _Clock(lambda name, k=k: display.phase(k, name))
+            cycle = parts.loop.cycle(k, clock.phase)
+            clock.stop()
+            for name, count in _costs(cycle).items():
+                totals[name] = totals.get(name, 0) + count
+            metrics = recorder.cycle(k, cycle, totals, clock.seconds)
+            for warning in alarms(metrics):
+                display.note(f"cycle {k}: {warning}")
+            display.cycle(k, metrics)
+            _boundary(parts, folder, k + 1, display, last=stopping())
+        completed = checkpoint.steps(folder)[-1]
+    return outcome(recipe, folder, completed)
+
+
+def outcome(recipe: Recipe, folder: Path, completed: int) -> Outcome:
+    """What the folder of a run shows."""
+    files = sorted((folder / "evaluations").glob("step-*.json"))
+    evaluations = {e.step: e for e in map(evaluate.Evaluation.load, files)}
+    warned: dict[str, int] = {}
+    for line in read_lines(folder / "metrics.jsonl"):
+        for text in alarms(line):
+            warned[text.split(" (")[0]] = warned.get(text.split(" (")[0], 0) + 1
+    warnings = [f"{text} in {n} of {completed} cycles" for text, n in warned.items()]
+    return Outcome(folder, completed, recipe.run.cycles, evaluations, warnings)
+
+
+def alarms(metrics: dict[str, float]) -> list[str]:
+    """Signs that a run is harming itself unseen."""
+    found: list[str] = []
+    for key, value in metrics.items():
+        if key.endswith("/alignment") and value < 0:
+            found.append(
+                f"{key.removesuffix('/alignment')}: clipping turned the gradient against the unclipped one "
+                f"(cosine {value:.2f}): raise method.tau"
+            )
+    if metrics.get("rollout/truncated", 0) > 0.5:
+        found.append("more than half of the responses hit the token limit: raise rollout.student.max_new_tokens")
+    if metrics.get("rollout/dropped", 0) > 0:
+        found.append("responses were dropped because their prompts do not fit: raise model.max_context")
+    return found
+
+
+def _begin(parts: Session, folder: Path) -> int:
+    # No draw of ours comes from a global stream; a user's verifier or task may, so those streams start from the seed.
+    random.seed(derive_seed(parts.recipe.run.seed, "python"))
+    torch.manual_seed(derive_seed(parts.recipe.run.seed, "torch") >> 1)
+    (folder / "recipe.toml").write_text(config.to_toml(parts.recipe), encoding="utf-8")
+    _evaluate(parts, folder, 0, None)
+    _checkpoint(parts, folder, 0)
+    return 0
+
+
+def _restore(parts: Session, folder: Path, display: Display) -> int:
+    path, notes = checkpoint.newest_whole(folder)
+    for note in notes:
+        display.note(note)
+    if path is None:
+        raise PastError(f"{folder}: no checkpoint is whole; start again with another --out")
+    saved, current = checkpoint.read_state(path)["identity"], parts.identity
+    changes = differences(saved, current)
+    if changes:
+        lines = "\n".join(f"  {line}" for line in changes)
+        raise PastError(f"{folder} was started with another setup; to continue it, restore what it had:\n{lines}")
+    state = checkpoint.restore(path, parts.model, parts.learner)
+    parts.loop.method.restore(state["method"])
+    parts.loop.publish()
+    display.note(f"resuming from {path}")
+    return state["next_cycle"]
+
+
+def differences(saved: Any, current: Any, path: str = "") -> list[str]:
+    """Leaves that differ, as 'key: saved -> current'."""
+    if isinstance(saved, dict) and isinstance(current, dict):
+        keys = list(dict.fromkeys([*saved, *current]))
+        inner = ((key, saved.get(key), current.get(key)) for key in keys)
+        return [line for key, a, b in inner for line in differences(a, b, f"{path}.{key}" if path else key)]
+    return [] if saved == current else [f"{path}: {saved!r} -> {current!r}"]
+
+
+def _boundary(parts: Session, folder: Path, step: int, display: Display, last: bool) -> None:
+    """After a complete cycle: evaluate and checkpoint where the recipe says so, and always at the end."""
+    run = parts.recipe.run
+    if step in evaluation_steps(parts.recipe):
+        display.phase(step - 1, "evaluate")
+        _evaluate(parts, folder, step, display)
+    elif step % run.checkpoint_every and step != run.cycles and not last:
+        return
+    _checkpoint(parts, folder, step)
+    checkpoint.prune(folder, run.keep_checkpoints, evaluation_steps(parts.recipe))
+
+
+def _evaluate(parts: Session, folder: Path, step: int, display: Display | None) -> None:
+    if step not in evaluation_steps(parts.recipe):
+        return
+    evaluation = parts.evaluate(step)
+    evaluation.save(folder / "evaluations" / f"step-{step:05d}.json")
+    if display is not None:
+        display.evaluated(step, evaluation.summary(parts.recipe.evaluation.pass_k))
+
+
+def _checkpoint(parts: Session, folder: Path, step: int) -> None:
+    position = step * parts.recipe.rollout.problems_per_cycle
+    state = {
+        "method": parts.loop.method.state(),
+        "data_position": position,
+        "rollout_seed": parts.recipe.run.seed,
+        "package": __version__,
+        "identity": parts.identity,
+    }
+    checkpoint.save(folder, step, parts.model, parts.learner, state)
+
+
+def _costs(cycle: Any) -> dict[str, int]:
+    """Samples, tokens and verifier calls of one cycle, by role."""
+    student = [a.response for a in cycle.batch.attempts]
+    teacher = [c.response for d in cycle.draws for c in (*d.discarded, *d.continuations)]
+    return {
+        "cost/student_samples": len(student),
+        "cost/student_tokens": sum(len(r.tokens) for r in student),
+        "cost/teacher_samples": len(teacher),
+        "cost/teacher_tokens": sum(len(r.tokens) for r in teacher),
+        "cost/verifier_calls": len(student) + len(teacher),
+    }
+
+
+def _totals(folder: Path) -> dict[str, int]:
+    lines = read_lines(folder / "metrics.jsonl")
+    return {k: v for k, v in lines[-1].items() if k.startswith("cost/")} if lines else {}
+
+
+class _Clock:
+    """Seconds by phase."""
+
+    def __init__(self, notify: Callable[[str], None]):
+        self.seconds: dict[str, float] = {}
+        self._notify = notify
+        self._name: str | None = None
+        self._since = 0.0
+
+    def phase(self, name: str) -> None:
+        self.stop()
+        self._name, self._since = name, time.perf_counter()
+        self._notify(name)
+
+    def stop(self) -> None:
+        if self._name is not None:
+            self.seconds[self._name] = time.perf_counter() - self._since
+            self._name = None
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C asks to stop at the next boundary; the second stops at once, the last checkpoint stays."""
+    asked = False
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False  # signals reach the main thread only
+        return
+    previous = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, previous)

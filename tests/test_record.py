@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from past_opsd.record import Recorder, read_lines
+from past_opsd.train import Session
+
+
+@pytest.fixture
+def recorded(past: Session, tmp_path: Path):
+    cycles = [past.loop.cycle(k) for k in range(2)]
+    recorder = Recorder(tmp_path)
+    for k, cycle in enumerate(cycles):
+        recorder.cycle(k, cycle, {"cost/student_samples": 6 * (k + 1)}, {"rollout": 1.0})
+    return recorder, cycles, tmp_path
+
+
+def test_rollouts_hold_what_the_paper_lists(recorded):
+    _, cycles, folder = recorded
+    rows = pq.read_table(folder / "rollouts" / "cycle-00001.parquet").to_pylist()
+    assert len(rows) == len(cycles[1].batch.attempts)
+    for row, a in zip(rows, cycles[1].batch.attempts, strict=True):
+        assert tuple(row["tokens"]) == a.response.tokens
+        assert row["mask"] == [1] * len(a.response.tokens)
+        assert (row["length"], row["correct"], row["reason"]) == (
+            len(a.response.tokens),
+            a.verdict.correct,
+            a.verdict.reason,
+        )
+        assert (row["cycle"], row["adapter"], row["version"]) == (1, "student", 1)
+        assert row["logprobs"] == pytest.approx(a.response.logprobs)
+
+
+def test_continuations_name_their_trajectory(recorded):
+    _, cycles, folder = recorded
+    rows = pq.read_table(folder / "continuations" / "cycle-00000.parquet").to_pylist()
+    assert len(rows) == sum(d.samples for d in cycles[0].draws)
+    attempts = cycles[0].batch.attempts
+    for row in rows:
+        assert attempts[row["trajectory"]].problem.id == row["problem"]
+        assert not attempts[row["trajectory"]].verdict.correct
+        assert row["adapter"] == "teacher"
+
+
+def test_metrics_count_what_happened(recorded):
+    _, cycles, folder = recorded
+    line = read_lines(folder / "metrics.jsonl")[0]
+    correct, failed = len(cycles[0].batch.correct), len(cycles[0].batch.failed)
+    assert line["rollout/success"] == pytest.approx(correct / (correct + failed))
+    assert line["failed/samples"] == sum(d.samples for d in cycles[0].draws)
+    shares = line["failed/mixed"] + line["failed/all_success"] + line["failed/skipped"]
+    assert shares == pytest.approx(1.0)
+    assert sum(v for k, v in line.items() if k.startswith("rollout/reason/")) == correct + failed
+
+
+def test_rewind_takes_back_later_cycles(recorded):
+    recorder, _, folder = recorded
+    (folder / "evaluations").mkdir()
+    for step in (0, 1, 2):
+        (folder / "evaluations" / f"step-{step:05d}.json").write_text("{}")
+    recorder.rewind(1)
+    assert [line["cycle"] for line in read_lines(folder / "metrics.jsonl")] == [0]
+    assert sorted(p.name for p in (folder / "rollouts").iterdir()) == ["cycle-00000.parquet"]
+    assert sorted(p.name for p in (folder / "evaluations").iterdir()) == ["step-00000.json", "step-00001.json"]
+
+
+def test_a_line_cut_by_a_kill_is_left_out(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"cycle": 0}) + '\n{"cycle": 1, "roll')
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"cycle": 0}]
+    Recorder(tmp_path).rewind(5)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"cycle": 0}\n'
