@@ -1,0 +1,408 @@
+"""The four implementations give the same values, gradients and diagnostics, and hold no more than a chunk."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from past_opsd.fused import CLIP_ROWS, Job, run
+from past_opsd.losses import (
+    GeneralizedJSD,
+    Imitate,
+    Match,
+    MatchPlusCE,
+    ModulatedReinforce,
+    Reinforce,
+    SampledToken,
+    Stay,
+    TopK,
+)
+from past_opsd.types import PastError
+
+T, V, H = 41, 53, 8
+IMPLEMENTATIONS = ["reference", "bf16", "chunked", "fused"]
+LOSSES = [
+    Match(),
+    Match(0.05),
+    Match(0.0),
+    Match(0.3, "token"),
+    Stay(),
+    Stay(0.05),
+    Stay(0.3, "token"),
+    GeneralizedJSD(0.5),
+    GeneralizedJSD(0.3, 0.02),
+    GeneralizedJSD(0.3, 0.1, "token"),
+    GeneralizedJSD(0.0, 0.05),
+    GeneralizedJSD(1.0),
+    Reinforce(0.8),
+    Reinforce(torch.linspace(-1, 1, T)),
+    ModulatedReinforce(-0.8),
+    ModulatedReinforce(torch.linspace(-1, 1, T), 0.7, 0.5),
+    Imitate(),
+    SampledToken(),
+    TopK(5),
+    TopK(5, tail=True, tau=0.1),
+    MatchPlusCE(0.05, 0.3),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Own:
+    """A user's loss: no closed form, known to nobody."""
+
+    def __call__(self, live_logp, frozen_logp, tokens):
+        return (live_logp.exp() - frozen_logp.exp()).square().sum(-1)
+
+
+def problem(T=T, V=V, H=H, seed=0, dtype=torch.float32, apart=0.5):
+    draw = torch.Generator().manual_seed(seed)
+    live = torch.randn(T, H, generator=draw, dtype=torch.float64) * 1.5
+    frozen = live + torch.randn(T, H, generator=draw, dtype=torch.float64) * apart
+    head = torch.randn(V, H, generator=draw, dtype=torch.float64)
+    bias = torch.randn(V, generator=draw, dtype=torch.float64)
+    tokens = torch.randint(V, (T,), generator=draw)
+    weight = torch.rand(T, generator=draw, dtype=torch.float64) + 0.1
+    live, frozen, head, bias, weight = (x.to(dtype) for x in (live, frozen, head, bias, weight))
+    return live, frozen, head, bias, tokens, weight
+
+
+def definition(loss, live, frozen, head, bias, tokens, weight, temperature):
+    """The result from autograd on the whole problem, with no help from the module under test."""
+    live = live.clone().requires_grad_()
+    live_logp = torch.log_softmax((live @ head.t() + bias) / temperature, -1)
+    frozen_logp = torch.log_softmax((frozen @ head.t() + bias) / temperature, -1)
+    value = loss(live_logp, frozen_logp, tokens)
+    (grad,) = torch.autograd.grad((weight * value).sum(), live)
+    return value.detach(), grad
+
+
+def assert_same(found, want, tolerance):
+    """Close on the scale of the whole tensor."""
+    assert found.shape == want.shape
+    scale = max(float(want.abs().max()), 1e-3)
+    error = float((found.double() - want.double()).abs().max()) / scale
+    assert error <= tolerance, error
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, Own()], ids=lambda loss: repr(loss)[:40])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_values_and_gradient_are_the_definition(implementation, loss):
+    exact = problem(dtype=torch.float64)
+    value, grad = definition(loss, *exact[:5], exact[5], 1.1)
+    live, frozen, head, bias, tokens, weight = problem()
+    result = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight)], temperature=1.1)
+    assert result.grad.dtype == live.dtype
+    assert not result.grad.requires_grad
+    if implementation != "bf16":
+        assert_same(result.values[0], value, 2e-5)
+        assert_same(result.grad, grad, 2e-5)
+        return
+    # A clip or a top-k set can fall otherwise on rounded logits; then single rows jump and the mass stays close.
+    assert float((result.values[0] - value).abs().median()) < 0.05 * float(value.abs().max())
+    assert float((result.grad - grad).norm(dim=1).median()) < 0.05 * float(grad.norm(dim=1).max())
+
+
+@pytest.mark.parametrize(
+    "loss", [Match(), Match(0.05), Match(0.3, "token"), Stay(0.05), GeneralizedJSD(0.3, 0.02)], ids=repr
+)
+def test_diagnostics_are_their_definition(loss):
+    live, frozen, head, bias, tokens, weight = problem(dtype=torch.float64)
+    z = (live @ head.t() + bias).requires_grad_()
+    live_logp, frozen_logp = torch.log_softmax(z, -1), torch.log_softmax(frozen @ head.t() + bias, -1)
+    (clipped,) = torch.autograd.grad(loss(live_logp, frozen_logp, tokens).sum(), z, retain_graph=True)
+    free = type(loss)(**{**vars(loss), "tau": math.inf})
+    kl = free(live_logp, frozen_logp, tokens)
+    (unclipped,) = torch.autograd.grad(kl.sum(), z)
+    q, p = live_logp.detach().exp(), frozen_logp.exp()
+    if isinstance(loss, GeneralizedJSD):
+        m = loss.beta * p + (1 - loss.beta) * q
+        c = loss.beta * p * (p / m).log() + (1 - loss.beta) * q * (q / m).log()
+    else:
+        c = p * (p / q).log() if isinstance(loss, Match) else q * (q / p).log()
+    c = c if loss.mode == "entry" else c.sum(-1, keepdim=True)
+    want = {
+        "entropy": -(q * q.log()).sum(-1),
+        "token_logp": q.log()[torch.arange(T), tokens],
+        "kl": kl.detach(),
+        "clipped": (c >= loss.tau).double().mean(-1),
+        "removed": (c - loss.tau).clamp(min=0).sum(-1),
+        "dot": (clipped * unclipped).sum(-1),
+        "norm_clipped": clipped.norm(dim=-1),
+        "norm_unclipped": unclipped.norm(dim=-1),
+    }
+    if loss.tau < math.inf:
+        assert 0 < float(want["clipped"].mean()) < 1
+    for implementation in ("reference", "chunked", "fused"):
+        rows = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight)]).rows
+        assert set(rows) == set(want)
+        for name, row in want.items():
+            assert_same(rows[name], row, 1e-9)
+    live, frozen, head, bias, tokens, weight = problem()
+    for implementation, tolerance in (("reference", 2e-5), ("chunked", 2e-5), ("fused", 2e-5), ("bf16", None)):
+        rows = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight)]).rows
+        for name, row in want.items():
+            if tolerance is None:
+                assert float((rows[name] - row).abs().median()) < 0.05 * max(float(row.abs().max()), 1e-3), name
+            else:
+                assert_same(rows[name], row, tolerance)
+
+
+def mixture(weight):
+    """Rows with Match alone, with Reinforce and Stay, with Reinforce alone, with a loss without closed form, none."""
+    correct, failed, paths, other = (torch.zeros(T), torch.zeros(T), torch.zeros(T), torch.zeros(T))
+    correct[:10] = weight[:10].float()
+    failed[10:30] = weight[10:30].float()
+    paths[10:20] = 0.05
+    other[28:35] = 0.7
+    advantage = torch.linspace(-1, 1, T)
+    jobs = [
+        Job(Match(0.05), correct),
+        Job(Reinforce(advantage), failed, frozen=False),
+        Job(Stay(), paths),
+        Job(TopK(4, tail=True), other),
+        Job(MatchPlusCE(0.05, 0.2), other),
+    ]
+    order = torch.randperm(T, generator=torch.Generator().manual_seed(5))
+    return [
+        Job(Reinforce(advantage[order]) if isinstance(j.loss, Reinforce) else j.loss, j.weight[order], j.frozen)
+        for j in jobs
+    ]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_mixture_is_the_sum_of_its_jobs_on_their_rows(implementation):
+    live, frozen, head, bias, tokens, weight = problem()
+    jobs = mixture(weight)
+    found = run(implementation, live, frozen, head, bias, tokens, jobs, temperature=0.9)
+    total = torch.zeros_like(live)
+    for job, value in zip(jobs, found.values, strict=True):
+        on = job.weight != 0
+        loss = Reinforce(job.loss.advantage[on]) if isinstance(job.loss, Reinforce) else job.loss
+        alone = run(
+            implementation, live[on], frozen[on] if job.frozen else None, head, bias, tokens[on],
+            [Job(loss, job.weight[on])], temperature=0.9,
+        )  # fmt: skip
+        total[on] += alone.grad
+        tolerance = 2e-2 if implementation == "bf16" else 1e-5
+        assert_same(value[on], alone.values[0], tolerance)
+        assert (value[~on] == 0).all()
+        for name in set(alone.rows) & set(found.rows):
+            assert_same(found.rows[name][on], alone.rows[name], tolerance)
+    assert_same(found.grad, total, 2e-2 if implementation == "bf16" else 1e-5)
+    idle = torch.stack([job.weight for job in jobs]).abs().sum(0) == 0
+    assert idle.any()
+    assert (found.grad[idle] == 0).all()
+    assert (found.rows["entropy"][idle] > 0).all()
+
+
+def test_reinforce_beside_stay_has_ratio_one_only_when_the_frozen_view_is_hidden():
+    live, frozen, head, bias, tokens, weight = problem()
+    for implementation in IMPLEMENTATIONS:
+        hidden, read = (
+            run(implementation, live, frozen, head, bias, tokens, [Job(Reinforce(1.0), weight, f), Job(Stay(), weight)])
+            for f in (False, True)
+        )
+        torch.testing.assert_close(hidden.values[0], torch.full((T,), -1.0))
+        assert float((read.values[0] + 1).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_are_independent(implementation):
+    """Garbage in a row that no job reads, and NaN in a row that one does, stay where they are."""
+    live, frozen, head, bias, tokens, weight = problem()
+    clean = run(implementation, live, frozen, head, bias, tokens, [Job(Match(0.05), weight)])
+    weight = weight.clone()
+    weight[3] = 0
+    live, frozen = live.clone(), frozen.clone()
+    frozen[3] = math.nan
+    live[7] = math.nan
+    found = run(implementation, live, frozen, head, bias, tokens, [Job(Match(0.05), weight)])
+    others = [t for t in range(T) if t not in (3, 7)]
+    tolerance = 2e-2 if implementation == "bf16" else 1e-6
+    assert_same(found.grad[others], clean.grad[others], tolerance)
+    assert_same(found.values[0][others], clean.values[0][others], tolerance)
+    for name, row in found.rows.items():
+        assert_same(row[others], clean.rows[name][others], tolerance)
+    assert (found.grad[3] == 0).all()
+    assert float(found.values[0][3]) == 0
+    assert found.grad[7].isnan().all()
+    assert found.values[0][7].isnan()
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "fused"])
+@pytest.mark.parametrize(
+    "loss", [Match(0.05), Stay(), TopK(5), Reinforce(torch.linspace(-1, 1, T))], ids=lambda x: repr(x)[:12]
+)
+def test_the_chunk_size_changes_nothing(implementation, loss, monkeypatch):
+    live, frozen, head, bias, tokens, weight = problem(dtype=torch.float64)
+    whole = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight)])
+    for budget, block in ((1, 1), (30_000, 2 * V * 8), (100_000, 7 * V * 8)):
+        monkeypatch.setattr("past_opsd.fused._BLOCK_BYTES", block)
+        monkeypatch.setattr("past_opsd.fused._TILE", 20)
+        part = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight)], budget_bytes=budget)
+        assert_same(part.grad, whole.grad, 1e-12)
+        assert_same(part.values[0], whole.values[0], 1e-12)
+        for name, row in part.rows.items():
+            assert_same(row, whole.rows[name], 1e-12)
+
+
+class Largest(TorchDispatchMode):
+    """The most entries any tensor made under it has, the head's own views apart."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head.untyped_storage().data_ptr()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() != self.head:
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("loss", [Match(0.05), Stay(), GeneralizedJSD(0.5), TopK(9), Own()], ids=lambda x: repr(x)[:14])
+@pytest.mark.parametrize("implementation", ["chunked", "fused"])
+def test_no_dense_tensor_beyond_the_budget(implementation, loss, monkeypatch):
+    monkeypatch.setattr("past_opsd.fused._BLOCK_BYTES", 2**14)
+    T, V = 400, 1000
+    live, frozen, head, _, tokens, weight = problem(T, V, 4)
+    budget = 40 * V * 4
+    with Largest(head) as seen:
+        run(implementation, live, frozen, head, None, tokens, [Job(loss, weight)], budget_bytes=budget)
+    assert 0 < seen.numel * 4 <= budget
+    with Largest(head) as seen:
+        run("reference", live, frozen, head, None, tokens, [Job(loss, weight)], budget_bytes=budget)
+    assert seen.numel == T * V
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_without_a_frozen_view(implementation):
+    live, _, head, bias, tokens, weight = problem()
+    jobs = [Job(Imitate(), weight), Job(Reinforce(torch.linspace(-1, 1, T)), weight)]
+    found = run(implementation, live, None, head, bias, tokens, jobs)
+    q = torch.softmax(live @ head.t() + bias, -1)
+    onehot = torch.nn.functional.one_hot(tokens, V)
+    want = ((weight * (1 + torch.linspace(-1, 1, T)))[:, None] * (q - onehot)) @ head
+    assert_same(found.grad, want, 2e-2 if implementation == "bf16" else 1e-5)
+    assert set(found.rows) == {"entropy", "token_logp"}
+    with pytest.raises(PastError, match="frozen view"):
+        run(implementation, live, None, head, bias, tokens, [Job(Match(), weight)])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_frozen_head_of_its_own(implementation):
+    live, _, head, bias, tokens, weight = problem()
+    _, frozen, other, other_bias, _, _ = problem(H=12, seed=9)
+    found = run(
+        implementation, live, frozen, head, bias, tokens, [Job(Match(), weight)],
+        frozen_head=other, frozen_bias=other_bias, budget_bytes=20_000,
+    )  # fmt: skip
+    q, p = torch.softmax(live @ head.t() + bias, -1), torch.softmax(frozen @ other.t() + other_bias, -1)
+    assert_same(found.grad, weight[:, None] * (q - p) @ head, 3e-2 if implementation == "bf16" else 1e-5)
+    assert_same(found.values[0], (p * (p / q).log()).sum(-1), 3e-2 if implementation == "bf16" else 1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("loss", [Match(0.05), Stay(), GeneralizedJSD(0.5)], ids=repr)
+def test_a_bias_of_minus_infinity_takes_entries_out(implementation, loss):
+    live, frozen, head, bias, tokens, weight = problem()
+    tokens = tokens % (V - 3)
+    less = run(implementation, live, frozen, head[:-3], bias[:-3], tokens, [Job(loss, weight)])
+    bias = bias.clone()
+    bias[-3:] = -math.inf
+    found = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight)])
+    assert_same(found.grad, less.grad, 1e-5)
+    assert_same(found.values[0], less.values[0], 1e-5)
+    for name in {*found.rows} - {"clipped"}:
+        assert_same(found.rows[name], less.rows[name], 1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "fused"])
+def test_half_precision_heads(implementation):
+    live, frozen, head, bias, tokens, weight = (x.bfloat16() if x.is_floating_point() else x for x in problem())
+    found = run(implementation, live, frozen, head, bias, tokens, [Job(Match(), weight.float())], temperature=1.1)
+    exact = run(
+        "reference", live.double(), frozen.double(), head.double(), bias.double(), tokens,
+        [Job(Match(), weight.double())], temperature=1.1,
+    )  # fmt: skip
+    assert found.grad.dtype == torch.bfloat16
+    assert found.values[0].dtype == torch.float32
+    assert_same(found.grad, exact.grad, 3e-2)
+    assert_same(found.values[0], exact.values[0], 3e-2)
+
+
+def test_near_equal_views_keep_their_precision():
+    """At a KL near 1e-6 float32 rounding of the log-ratio shows; the closed form loses no more than autograd."""
+    exact = run("reference", *problem(dtype=torch.float64, apart=1e-3)[:5], [Job(Match(), torch.ones(T).double())])
+    assert 1e-7 < float(exact.rows["kl"].mean()) < 1e-4
+    live, frozen, head, bias, tokens, _ = problem(apart=1e-3)
+    error = {}
+    for implementation in ("reference", "fused"):
+        found = run(implementation, live, frozen, head, bias, tokens, [Job(Match(), torch.ones(T))])
+        error[implementation] = float((found.values[0] - exact.values[0]).abs().mean())
+        assert_same(found.grad, exact.grad, 5e-3)
+    assert error["fused"] <= 2 * error["reference"] + 1e-8
+
+
+def test_identical_views_are_a_fixed_point():
+    live, _, head, bias, tokens, weight = problem()
+    found = run("fused", live, live, head, bias, tokens, [Job(Match(0.05), weight), Job(Stay(), weight)])
+    assert float(found.grad.abs().max()) < 1e-6
+    assert float(found.rows["kl"].abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_degenerate_sizes(implementation):
+    live, frozen, head, bias, tokens, weight = problem()
+    none = run(implementation, live[:0], frozen[:0], head, bias, tokens[:0], [Job(Match(), weight[:0])])
+    assert none.grad.shape == (0, H)
+    assert none.values[0].shape == (0,)
+    one = run(implementation, live[:1], frozen[:1], head[:1], bias[:1], tokens[:1] * 0, [Job(Match(0.05), weight[:1])])
+    assert float(one.grad.abs().max()) == 0
+    assert float(one.rows["entropy"]) == 0
+    watch = run(implementation, live, None, head, bias, tokens, [])
+    assert (watch.grad == 0).all()
+    assert (watch.rows["entropy"] > 0).all()
+
+
+def test_nothing_leaves_but_the_result():
+    live, frozen, head, bias, tokens, weight = problem()
+    live.requires_grad_()
+    head.requires_grad_()
+    for implementation in IMPLEMENTATIONS:
+        kept = [x.detach().clone() for x in (live, frozen, head, bias)]
+        found = run(implementation, live, frozen, head, bias, tokens, [Job(Match(0.05), weight)], diagnostics=False)
+        assert found.rows == {}
+        assert not found.grad.requires_grad
+        assert live.grad is None
+        assert head.grad is None
+        for before, after in zip(kept, (live, frozen, head, bias), strict=True):
+            assert torch.equal(before, after)
+
+
+def test_misuse_is_refused():
+    live, frozen, head, bias, tokens, weight = problem()
+    job = [Job(Match(), weight)]
+    with pytest.raises(PastError, match="unknown implementation"):
+        run("fast", live, frozen, head, bias, tokens, job)  # type: ignore[arg-type]
+    with pytest.raises(PastError, match="live hidden states"):
+        run("fused", live[:, :3], frozen, head, bias, tokens, job)
+    with pytest.raises(PastError, match="frozen hidden states"):
+        run("fused", live, frozen[:3], head, bias, tokens, job)
+    with pytest.raises(PastError, match="vocabulary"):
+        run("fused", live, frozen, head, bias, tokens, job, frozen_head=head[:5])
+    with pytest.raises(PastError, match="job 0"):
+        run("fused", live, frozen, head, bias, tokens, [Job(Match(), weight[:3])])
+    assert set(CLIP_ROWS) <= set(run("fused", live, frozen, head, bias, tokens, job).rows)
