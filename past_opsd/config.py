@@ -66,17 +66,21 @@ class ModelSection(Section):
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field("sdpa", description="attention implementation")
     trust_remote_code: bool = Field(False, description="run code that a model repository ships; off by default")
     max_context: int | None = Field(None, ge=8, description="prompt + response limit; default: the model's own")
+    expert: str | None = Field(None, description="a separate frozen teacher for methods that distill from one (OPD)")
     lora: LoraSection = LoraSection()  # pyright: ignore[reportCallIssue]
 
 
 class PromptsSection(Section):
-    """What each role reads; fields are {problem}, {student_output}, {reference_solution}."""
+    """What each role reads; fields are {problem}, {student_output}, {reference_solution}, {hint}."""
 
     student: str = Field(description="the student's user message")
     evaluation: str = Field(description="the user message in evaluation")
     reference: str = Field(description="the reference-only teacher's user message (Vanilla OPSD)")
     hindsight: str = Field(description="the hindsight teacher's user message (PAST)")
     removed: str = Field(description="the hindsight message without the student's attempt")
+    rephrase: str = Field("", description="H2SD's teacher on a success: {problem} and {student_output}")
+    hint: str = Field("", description="H2SD's teacher on a failure: {problem} and {hint}")
+    write_hint: str = Field("", description="H2SD's request for a hint: {problem} and {reference_solution}")
     student_kwargs: dict[str, Any] = Field({}, description="chat_template_kwargs of the student's prompt")
     teacher_kwargs: dict[str, Any] = Field({}, description="chat_template_kwargs of every teacher prompt")
     evaluation_kwargs: dict[str, Any] = Field({}, description="chat_template_kwargs in evaluation")
@@ -142,7 +146,9 @@ class RunSection(Section):
 
     cycles: int = Field(100, ge=1, description="student updates; the only length knob")
     seed: int = Field(17, ge=0, description="training seed; every random draw derives from it")
-    evaluation_seed: int = Field(0, ge=0, description="seed of evaluation draws; shared by methods, so they pair")
+    evaluation_seed: int = Field(
+        0, ge=0, description="with the training seed decides evaluation draws, for all methods"
+    )
     checkpoint_every: int = Field(5, ge=1, description="cycles between checkpoints; the last one is always written")
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept besides the evaluated ones")
     threads: int = Field(0, ge=0, description="CPU threads; 0 leaves the default")
@@ -191,8 +197,8 @@ def load(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def shipped() -> list[str]:
     """Names of the recipes that come with the package (files starting with `_` only serve as bases)."""
-    found = (p.relative_to(SHIPPED) for p in SHIPPED.rglob("*.toml"))
-    return sorted(str(p.with_suffix("")) for p in found if not p.name.startswith("_"))
+    found = (str(p.relative_to(SHIPPED)).removesuffix(".toml") for p in SHIPPED.rglob("*.toml"))
+    return sorted(name for name in found if not Path(name).name.startswith("_") and Path(name).name != "suites")
 
 
 def locate(name: str | Path) -> Path:

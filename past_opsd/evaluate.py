@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from past_opsd import stats
 from past_opsd.config import EvaluationSection
 from past_opsd.lab import Lab, Work
 from past_opsd.prompts import Prompts
+from past_opsd.tasks import Task
 from past_opsd.types import Adapter, Attempt, PastError, Problem, View, derive_seed
 
 
@@ -26,6 +27,7 @@ class TaskResult:
     outcomes: list[list[int]]
     answers: list[list[str]]
     reasons: dict[str, int]
+    styles: dict[str, int]
     mean_length: float
     truncated: float
 
@@ -47,6 +49,7 @@ class Evaluation:
     def summary(self, pass_k: Sequence[int]) -> dict[str, float]:
         """Avg@k, pass@k, majority@k per task and their macro averages."""
         out: dict[str, float] = {}
+        styles = sorted({style for result in self.tasks.values() for style in result.styles})
         for name, result in self.tasks.items():
             outcomes = np.array(result.outcomes)
             out[f"{name}/avg@{self.samples}"] = float(stats.avg_at_k(outcomes))
@@ -54,6 +57,8 @@ class Evaluation:
             out[f"{name}/majority@{self.samples}"] = float(stats.majority_at_k(outcomes, result.answers))
             out[f"{name}/mean_length"] = result.mean_length
             out[f"{name}/truncated"] = result.truncated
+            for style in styles:
+                out[f"{name}/style/{style}"] = result.styles.get(style, 0) / outcomes.size
         for metric in dict.fromkeys(key.split("/", 1)[1] for key in out):
             out[f"macro/{metric}"] = float(np.mean([out[f"{name}/{metric}"] for name in self.tasks]))
         return out
@@ -77,7 +82,7 @@ class Evaluation:
 def evaluate(
     lab: Lab,
     prompts: Prompts,
-    sets: Mapping[str, Sequence[Problem]],
+    task: Task,
     section: EvaluationSection,
     *,
     adapter: Adapter,
@@ -89,7 +94,7 @@ def evaluate(
     """Sample k responses per problem and verify them. Draws depend on (seed, problem, draw) alone, so methods pair."""
     tasks: dict[str, TaskResult] = {}
     dropped = 0
-    for name, problems in sets.items():
+    for name, problems in task.evaluation().items():
         views = [(p, View(adapter, prompts.evaluation(p))) for p in problems]
         fitting = [(p, v) for p, v in views if len(v.prompt) + section.sampling.max_new_tokens <= max_context]
         dropped += len(views) - len(fitting)
@@ -104,17 +109,22 @@ def evaluate(
             for draw in range(section.samples)
         ]
         attempts = lab.attempt(work, section.sampling, versions)
-        tasks[name] = _collect([p for p, _ in fitting], attempts, section.samples)
+        tasks[name] = _collect([p for p, _ in fitting], attempts, section.samples, task.style)
     return Evaluation(step, adapter, section.samples, dropped, tasks)
 
 
-def _collect(problems: Sequence[Problem], attempts: Sequence[Attempt], k: int) -> TaskResult:
+def _collect(
+    problems: Sequence[Problem], attempts: Sequence[Attempt], k: int, style: Callable[[str], str]
+) -> TaskResult:
     rows = [attempts[i : i + k] for i in range(0, len(attempts), k)]
+    styles = Counter(style(a.response.text) for a in attempts)
+    del styles[""]
     return TaskResult(
         problems=[p.id for p in problems],
         outcomes=[[int(a.verdict.correct) for a in row] for row in rows],
         answers=[[a.verdict.answer for a in row] for row in rows],
         reasons=dict(sorted(Counter(a.verdict.reason for a in attempts).items())),
+        styles=dict(sorted(styles.items())),
         mean_length=float(np.mean([len(a.response.tokens) for a in attempts])),
         truncated=float(np.mean([not a.response.finished for a in attempts])),
     )

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from past_opsd.config import RolloutSection
+from past_opsd.config import RolloutSection, Sampling
 from past_opsd.lab import Lab, Work
 from past_opsd.methods import Method
 from past_opsd.prompts import Prompts
@@ -27,6 +27,10 @@ class Learner(Protocol):
     def versions(self) -> Mapping[Adapter, int]: ...
 
     def step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]: ...
+
+    def blend(self, source: Adapter, target: Adapter, share: float) -> None: ...
+
+    def reset(self, adapter: Adapter) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,10 @@ class Loop:
         versions = dict(self.learner.versions)
 
         phase("rollout")
-        attempts = self.attempts(k)  # Y ~ p_k(. | X), R = V(X, Y)
+        problems = self.take(k)
+        attempts = self.attempts(k) if self.method.rollouts else []  # Y ~ p_k(. | X), R = V(X, Y)
         kept = [a for a in attempts if self._fits(a)]
-        batch = route(kept)
+        batch = route(kept, problems)
 
         phase("draw")
         draws = self.method.explore(batch.failed, self._draw(k, batch.failed))  # C_j ~ q_k(. | U)
@@ -73,15 +78,41 @@ class Loop:
         metrics |= self.learner.step("student", self.method.student_terms(batch))
 
         phase("publish")
+        if self.method.sync():
+            self.learner.blend("student", "teacher", self.method.sync())
         self.publish()
         self.method.end_cycle(draws)
-        wanted = self.rollout.problems_per_cycle * self.rollout.samples_per_problem
+        wanted = len(problems) * self.rollout.samples_per_problem if self.method.rollouts else 0
         return Cycle(batch, draws, wanted - len(kept), versions, metrics | self.method.metrics())
 
     def publish(self) -> None:
         """Let the engine serve both adapters as they are now."""
         for adapter in ("student", "teacher"):
             self.lab.engine.publish(adapter, self.learner.versions[adapter])
+
+    def prepare(self) -> None:
+        """What the method does before the first cycle."""
+        self.method.prepare(self)
+
+    def attempt(self, work: Sequence[Work], sampling: Sampling) -> list[Attempt]:
+        """Sample and verify with the adapters as they are now."""
+        return self.lab.attempt(work, sampling, self.learner.versions)
+
+    def step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]:
+        """One optimizer step outside a cycle, published at once."""
+        metrics = self.learner.step(phase, terms)
+        self.publish()
+        return metrics
+
+    def copy(self, source: Adapter, target: Adapter) -> None:
+        """Make one adapter equal to another and forget its optimizer's state."""
+        self.learner.blend(source, target, 1.0)
+        self.learner.reset(target)
+        self.publish()
+
+    def reset(self, adapter: Adapter) -> None:
+        """Forget an adapter's optimizer state and step count."""
+        self.learner.reset(adapter)
 
     def take(self, k: int) -> list[Problem]:
         """The problems of cycle k: every epoch is its own permutation, and the position follows from k alone."""
@@ -102,7 +133,7 @@ class Loop:
             for sample in range(self.rollout.samples_per_problem)
             if len(prompt) + self.rollout.student.max_new_tokens <= self.max_context
         ]
-        return self.lab.attempt(work, self.rollout.student, self.learner.versions)
+        return self.attempt(work, self.rollout.student)
 
     def _fits(self, attempt: Attempt) -> bool:
         """Whether the privileged view has room for the response, and for a continuation where one may be drawn."""
@@ -126,6 +157,6 @@ class Loop:
                 )
                 for i, index in requests
             ]
-            return self.lab.attempt(work, self.rollout.teacher, self.learner.versions)
+            return self.attempt(work, self.rollout.teacher)
 
         return draw

@@ -29,10 +29,9 @@ TRAINABLE: tuple[Adapter, Adapter] = ("student", "teacher")
 
 
 def resolve(path: str) -> str:
-    """'embedded' is the model that ships with the package; anything else is a folder or a hub id."""
-    if path == "embedded":
-        return str(Path(__file__).parent / "tasks" / "embedded_model")
-    return path
+    """'embedded' and 'embedded-expert' ship with the package; anything else is a folder or a hub id."""
+    shipped = {"embedded": "embedded_model", "embedded-expert": "embedded_expert"}
+    return str(Path(__file__).parent / "tasks" / shipped[path]) if path in shipped else path
 
 
 def load_tokenizer(section: ModelSection) -> Any:
@@ -59,28 +58,84 @@ def _unloadable(what: str, path: str, error: Exception) -> str:
     return f"model.path: no {what} can be loaded from '{path}' ({reason}); give a local folder or a hub id that exists"
 
 
-class Model:
-    """The frozen base, its two adapters, their versions."""
+class Network:
+    """A frozen causal language model: hidden states and the output projection."""
+
+    def __init__(self, section: ModelSection, path: str):
+        source = resolve(path)
+        kwargs: dict[str, Any] = {"trust_remote_code": section.trust_remote_code}
+        if path == section.path:
+            kwargs["revision"] = section.revision
+        try:
+            self.config = AutoConfig.from_pretrained(source, **kwargs)
+            network = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=self.config,
+                dtype=getattr(torch, section.dtype),
+                attn_implementation=section.attention,
+                **kwargs,
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise PastError(_unloadable("causal language model", path, error)) from None
+        self._refuse_unsupported(path)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.network = cast(nn.Module, network).requires_grad_(False).to(self.device).eval()
+
+    def _refuse_unsupported(self, path: str) -> None:
+        plain = self.config.to_dict()
+        for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+            if plain.get(key) not in (None, 1, 1.0):
+                raise PastError(f"'{path}' scales its logits ({key}); losses from hidden states do not know that")
+
+    @property
+    def head(self) -> Tensor:
+        """The output projection [V, H]."""
+        return cast(Any, self.network).get_output_embeddings().weight
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        """The output projection's bias, where there is one."""
+        return cast(Any, self.network).get_output_embeddings().bias
+
+    def states(self, paths: Sequence[tuple[View, Tokens]]) -> Tensor:
+        """Final hidden states at the positions that predict each path's tokens, paths one after the other [sum T, H].
+
+        Row t of a path is [eq:student-prefix-state]: it reads the prompt and y_<t and predicts y_t. Nothing is
+        re-tokenised and the last token itself is never read.
+        """
+        sequences = [view.prompt + tokens[:-1] for view, tokens in paths]
+        width = max(len(s) for s in sequences)
+        ids = torch.zeros(len(sequences), width, dtype=torch.long)
+        mask = torch.zeros(len(sequences), width, dtype=torch.long)
+        for row, sequence in enumerate(sequences):
+            ids[row, : len(sequence)] = torch.tensor(sequence)
+            mask[row, : len(sequence)] = 1
+        backbone = cast(Any, self.network).base_model
+        states = backbone(
+            input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False
+        ).last_hidden_state
+        rows = [states[i, len(v.prompt) - 1 : len(v.prompt) + len(y) - 1] for i, (v, y) in enumerate(paths)]
+        return torch.cat(rows)
+
+    def digest_base(self) -> str:
+        """A hash of the frozen weights."""
+        weights = hashlib.sha256()
+        for name, parameter in sorted(self.network.state_dict().items()):
+            if "lora_" not in name:
+                weights.update(name.replace("base_layer.", "").encode())
+                weights.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return weights.hexdigest()[:16]
+
+
+class Model(Network):
+    """The frozen base, its two adapters, their versions; and a separate frozen expert where the recipe names one."""
 
     def __init__(self, section: ModelSection, seed: int = 0):
         self.section = section
         self.tokenizer = load_tokenizer(section)
-        path = resolve(section.path)
-        dtype = getattr(torch, section.dtype)
-        kwargs: dict[str, Any] = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
-        try:
-            config = AutoConfig.from_pretrained(path, **kwargs)
-            base = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation=section.attention, **kwargs
-            )
-        except (OSError, ValueError, ImportError) as error:
-            raise PastError(_unloadable("causal language model", section.path, error)) from None
-        self._refuse_unsupported(config)
-        self.network = cast(nn.Module, base)
-        self.config = config
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        base.requires_grad_(False)
-        self.peft = self._adapters(base, seed).to(self.device)
+        super().__init__(section, section.path)
+        self.expert = None if section.expert is None else self._load_expert(section.expert)
+        self.peft = self._adapters(self.network, seed).to(self.device)
         self.peft.eval()  # no dropout anywhere: live and frozen views are functions
         self._layers = [m for m in self.peft.modules() if isinstance(m, LoraLayer)]
         self._parameters = {a: self._named(a) for a in TRAINABLE}
@@ -109,16 +164,15 @@ class Model:
             raise PastError(f"model.lora.targets = {lora.targets!r} does not fit this model: {error}") from None
         return model
 
-    @staticmethod
-    def _refuse_unsupported(config: Any) -> None:
-        plain = config.to_dict()
-        for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-            if plain.get(key) not in (None, 1, 1.0):
-                raise PastError(
-                    f"this architecture scales its logits ({key}); losses from hidden states do not know that"
-                )
-
-    # -- adapters -----------------------------------------------------------------------------------------------
+    def _load_expert(self, path: str) -> Network:
+        expert = Network(self.section, path)
+        tokenizer = load_tokenizer(self.section.model_copy(update={"path": path, "revision": None}))
+        if _tokenizer_text(tokenizer) != _tokenizer_text(self.tokenizer) or len(expert.head) != len(self.head):
+            raise PastError(
+                f"model.expert = '{path}' has another vocabulary than model.path = '{self.section.path}'; "
+                "full-vocabulary distillation needs the same tokens"
+            )
+        return expert
 
     def _named(self, adapter: Adapter) -> dict[str, nn.Parameter]:
         return {n: p for n, p in sorted(self.peft.named_parameters()) if f".{adapter}." in n and "lora_" in n}
@@ -174,18 +228,6 @@ class Model:
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    # -- training side ------------------------------------------------------------------------------------------
-
-    @property
-    def head(self) -> Tensor:
-        """The frozen output projection [V, H], shared by every view."""
-        return cast(Any, self.network).get_output_embeddings().weight
-
-    @property
-    def head_bias(self) -> Tensor | None:
-        """The output projection's bias, where there is one."""
-        return cast(Any, self.network).get_output_embeddings().bias
-
     @property
     def max_context(self) -> int:
         """Prompt plus response, in tokens."""
@@ -193,30 +235,19 @@ class Model:
         return min(own, self.section.max_context or own)
 
     def hidden(self, paths: Sequence[tuple[View, Tokens]]) -> Tensor:
-        """Final hidden states at the positions that predict each path's tokens, paths one after the other [sum T, H].
-
-        All views must share one adapter. Row t of a path is [eq:student-prefix-state]: it reads the prompt and y_<t and
-        predicts y_t. Nothing is re-tokenised and the last token itself is never read.
-        """
+        """`states` under the views' adapter, of which there must be one."""
         adapters: set[Adapter] = {view.adapter for view, _ in paths}
         if len(adapters) != 1:
             raise ValueError(f"one adapter per forward, not {sorted(adapters)}")
-        self.activate(adapters.pop())
-        sequences = [view.prompt + tokens[:-1] for view, tokens in paths]
-        width = max(len(s) for s in sequences)
-        ids = torch.zeros(len(sequences), width, dtype=torch.long)
-        mask = torch.zeros(len(sequences), width, dtype=torch.long)
-        for row, sequence in enumerate(sequences):
-            ids[row, : len(sequence)] = torch.tensor(sequence)
-            mask[row, : len(sequence)] = 1
-        backbone = cast(Any, self.network).base_model
-        states = backbone(
-            input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False
-        ).last_hidden_state
-        rows = [states[i, len(v.prompt) - 1 : len(v.prompt) + len(y) - 1] for i, (v, y) in enumerate(paths)]
-        return torch.cat(rows)
-
-    # -- rollout side -------------------------------------------------------------------------------------------
+        (adapter,) = adapters
+        if adapter == "expert":
+            if self.expert is None:
+                raise PastError(
+                    "this method distills from a separate teacher: set model.expert to its folder or hub id"
+                )
+            return self.expert.states(paths)
+        self.activate(adapter)
+        return self.states(paths)
 
     @contextmanager
     def sampling(self, adapter: Adapter) -> Iterator[nn.Module]:
@@ -244,19 +275,13 @@ class Model:
         self._folded = (adapter, self.versions[adapter], weights)
         return weights
 
-    # -- identity -----------------------------------------------------------------------------------------------
-
     def identity(self) -> dict[str, str]:
-        """What a checkpoint must find again: base weights, tokenizer, chat template."""
-        weights = hashlib.sha256()
-        for name, parameter in sorted(self.network.state_dict().items()):
-            if "lora_" not in name:
-                weights.update(name.replace("base_layer.", "").encode())
-                weights.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        """What a checkpoint must find again: base weights, expert, tokenizer, chat template."""
         tokenizer = hashlib.sha256(_tokenizer_text(self.tokenizer).encode())
         template = hashlib.sha256(str(self.tokenizer.chat_template).encode())
         return {
-            "base": f"{self.section.path} {weights.hexdigest()[:16]}",
+            "base": f"{self.section.path} {self.digest_base()}",
+            "expert": "none" if self.expert is None else f"{self.section.expert} {self.expert.digest_base()}",
             "tokenizer": tokenizer.hexdigest()[:16],
             "chat_template": template.hexdigest()[:16],
         }

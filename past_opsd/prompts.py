@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from past_opsd.config import PromptsSection
 from past_opsd.types import PastError, Problem, Tokens
 
-FIELDS = ("problem", "student_output", "reference_solution")
+FIELDS = ("problem", "student_output", "reference_solution", "hint")
 _FIELD = re.compile(r"\{(" + "|".join(FIELDS) + r")\}")
 _THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
@@ -22,15 +22,21 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "student": frozenset({"problem"}),
     "evaluation": frozenset({"problem"}),
     "reference": frozenset({"problem", "reference_solution"}),
-    "hindsight": frozenset(FIELDS),
+    "hindsight": frozenset({"problem", "student_output", "reference_solution"}),
     "removed": frozenset({"problem", "reference_solution"}),
+    "rephrase": frozenset({"problem", "student_output"}),
+    "hint": frozenset({"problem", "hint"}),
+    "write_hint": frozenset({"problem", "reference_solution"}),
 }
+# Templates of one baseline alone; a recipe without it leaves them empty.
+OPTIONAL = ("rephrase", "hint", "write_hint")
 
 
 class Tokenizer(Protocol):
     """What is needed of a tokenizer here."""
 
     chat_template: Any
+    eos_token_id: Any
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
 
@@ -47,7 +53,10 @@ class Prompts:
 
     def __init__(self, tokenizer: Tokenizer, section: PromptsSection):
         for role, allowed in ALLOWED.items():
-            used = set(_FIELD.findall(section.__dict__[role]))
+            template = section.__dict__[role]
+            if role in OPTIONAL and not template:
+                continue
+            used = set(_FIELD.findall(template))
             if used - allowed:
                 raise PastError(f"prompts.{role} names {{{min(used - allowed)}}}, which this role must not see")
             if allowed - used:
@@ -74,8 +83,7 @@ class Prompts:
 
     def hindsight(self, problem: Problem, attempt: str) -> Tokens:
         """(X, Y, Z), [eq:past-privilege]: PAST's teacher reads the complete student response as text."""
-        if self._section.strip_thinking:
-            attempt = _THINKING.sub("", attempt).strip()
+        attempt = self._attempt(attempt)
         fields = {"problem": problem.text, "student_output": attempt, "reference_solution": problem.solution}
         return self._render("hindsight", self._section.teacher_kwargs, **fields)
 
@@ -84,7 +92,40 @@ class Prompts:
         kwargs = self._section.teacher_kwargs
         return self._render("removed", kwargs, problem=problem.text, reference_solution=problem.solution)
 
-    def _render(self, role: str, kwargs: Mapping[str, Any], **fields: str) -> Tokens:
-        message = [{"role": "user", "content": fill(self._section.__dict__[role], fields)}]
-        text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **kwargs)
+    def rephrase(self, problem: Problem, attempt: str) -> Tokens:
+        """(X, Y): H2SD's teacher reads a verified response and is asked to rephrase it."""
+        fields = {"problem": problem.text, "student_output": self._attempt(attempt)}
+        return self._render("rephrase", self._section.teacher_kwargs, **fields)
+
+    def hint(self, problem: Problem, hint: str) -> Tokens:
+        """(X, hint): H2SD's teacher on a failure."""
+        return self._render("hint", self._section.teacher_kwargs, problem=problem.text, hint=hint)
+
+    def write_hint(self, problem: Problem) -> Tokens:
+        """(X, Z): the request for a hint, answered once, offline."""
+        kwargs = self._section.teacher_kwargs
+        return self._render("write_hint", kwargs, problem=problem.text, reference_solution=problem.solution)
+
+    def encode(self, text: str) -> Tokens:
+        """A text's ids, nothing added."""
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @property
+    def eos(self) -> int:
+        """The id that ends a response."""
+        return self._tokenizer.eos_token_id
+
+    def completion(self, text: str) -> Tokens:
+        """A given response as a policy would have to write it: its ids and the end."""
+        return (*self.encode(text), self.eos)
+
+    def _attempt(self, text: str) -> str:
+        return _THINKING.sub("", text).strip() if self._section.strip_thinking else text
+
+    def _render(self, role: str, kwargs: Mapping[str, Any], **fields: str) -> Tokens:
+        template = self._section.__dict__[role]
+        if not template:
+            raise PastError(f"prompts.{role} is empty, and this method needs it")
+        message = [{"role": "user", "content": fill(template, fields)}]
+        text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **kwargs)
+        return self.encode(text)

@@ -9,6 +9,7 @@ continuations/cycle-00003.parquet     the teacher's, with the trajectory each be
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from past_opsd.loop import Cycle
 from past_opsd.types import Attempt
@@ -65,7 +67,8 @@ class Recorder:
             self._parquet("continuations", k, continuations)
         line = {"cycle": k} | summarise(cycle) | dict(totals)
         self._append("metrics.jsonl", line)
-        self._append("timings.jsonl", {"cycle": k} | {name: round(s, 4) for name, s in seconds.items()})
+        timing = {name: round(s, 4) for name, s in seconds.items()}
+        self._append("timings.jsonl", {"cycle": k} | timing | {"peak_mib": round(peak_memory(), 1)})
         return line
 
     def rewind(self, next_cycle: int) -> None:
@@ -92,6 +95,16 @@ class Recorder:
         folder.mkdir(exist_ok=True)
         table = pa.Table.from_pylist([dict(row) for row in rows], schema=SCHEMA)
         pq.write_table(table, folder / f"cycle-{k:05d}.parquet", compression="zstd")
+
+
+def peak_memory() -> float:
+    """The process's highest memory so far in MiB: resident, or on the GPU where there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    import resource
+
+    unit = 1024 if sys.platform != "darwin" else 1024**2  # kilobytes on Linux, bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

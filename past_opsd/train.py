@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +30,7 @@ from past_opsd.loop import Loop
 from past_opsd.model import Model
 from past_opsd.prompts import Prompts
 from past_opsd.record import Recorder, read_lines
+from past_opsd.tasks import Task
 from past_opsd.types import PastError, derive_seed
 
 
@@ -53,7 +54,7 @@ class Session:
     model: Model
     learner: Learner
     loop: Loop
-    task: Any
+    task: Task
 
     def close(self) -> None:
         """Stop the verifier's workers."""
@@ -74,7 +75,7 @@ class Session:
         return evaluate.evaluate(
             self.loop.lab,
             self.loop.prompts,
-            self.task.evaluation(),
+            self.task,
             self.recipe.evaluation,
             adapter="student",
             versions=self.model.versions,
@@ -144,6 +145,8 @@ def train(recipe: Recipe, folder: Path, resume: bool, display: Display) -> Outco
     existing = checkpoint.steps(folder)
     if existing and not resume:
         raise PastError(f"{folder} already holds a run; continue it with --resume, or choose another --out")
+    if resume and not existing:
+        display.note(f"{folder} holds no checkpoint yet; starting from the beginning")
     folder.mkdir(parents=True, exist_ok=True)
     with session(recipe) as parts, _interruptible() as stopping:
         start = _restore(parts, folder, display) if existing else _begin(parts, folder)
@@ -172,11 +175,51 @@ def outcome(recipe: Recipe, folder: Path, completed: int) -> Outcome:
     files = sorted((folder / "evaluations").glob("step-*.json"))
     evaluations = {e.step: e for e in map(evaluate.Evaluation.load, files)}
     warned: dict[str, int] = {}
-    for line in read_lines(folder / "metrics.jsonl"):
+    lines = read_lines(folder / "metrics.jsonl")
+    for line in lines:
         for text in alarms(line):
             warned[text.split(" (")[0]] = warned.get(text.split(" (")[0], 0) + 1
     warnings = [f"{text} in {n} of {completed} cycles" for text, n in warned.items()]
+    warnings += health(evaluations, recipe.evaluation.pass_k) + entropy_health(lines)
     return Outcome(folder, completed, recipe.run.cycles, evaluations, warnings)
+
+
+def health(evaluations: dict[int, evaluate.Evaluation], pass_k: Sequence[int]) -> list[str]:
+    """What got worse between the first and the last evaluation, beside the score itself."""
+    if len(evaluations) < 2:
+        return []
+    first, last = (evaluations[step].summary(pass_k) for step in (min(evaluations), max(evaluations)))
+    found: list[str] = []
+    for key in first:
+        name, before, after = key.removeprefix("macro/"), first[key], last.get(key, 0.0)
+        if not key.startswith("macro/"):
+            continue
+        if name.startswith(("avg@", "pass@")) and after < before - 0.02:
+            found.append(f"{name} fell from {100 * before:.1f} to {100 * after:.1f} %")
+        if name == "truncated" and after > before + 0.02:
+            found.append(f"truncated responses rose from {100 * before:.1f} to {100 * after:.1f} %")
+        if name == "mean_length" and not 0.75 * before <= after <= 1.33 * before:
+            found.append(f"mean length went from {before:.1f} to {after:.1f} tokens")
+    styles = {key for key in (*first, *last) if key.startswith("macro/style/")}
+    for key in sorted(styles):
+        before, after = first.get(key, 0.0), last.get(key, 0.0)
+        if after > before + 0.02:
+            label = key.removeprefix("macro/style/")
+            found.append(f"style drift: '{label}' responses rose from {100 * before:.1f} to {100 * after:.1f} %")
+    return found
+
+
+def entropy_health(lines: Sequence[dict[str, float]]) -> list[str]:
+    """Whether the student's entropy collapsed between the first and the last fifth of the run."""
+    keys = [key for key in (lines[0] if lines else {}) if key.startswith("student/") and key.endswith("/entropy")]
+    fifth = max(1, len(lines) // 5)
+    found: list[str] = []
+    for key in keys:
+        values = [line[key] for line in lines if key in line]
+        before, after = (sum(part) / len(part) for part in (values[:fifth], values[-fifth:]))
+        if after < 0.2 * before:
+            found.append(f"{key} collapsed from {before:.3f} to {after:.3f}")
+    return found
 
 
 def alarms(metrics: dict[str, float]) -> list[str]:
@@ -200,6 +243,7 @@ def _begin(parts: Session, folder: Path) -> int:
     random.seed(derive_seed(parts.recipe.run.seed, "python"))
     torch.manual_seed(derive_seed(parts.recipe.run.seed, "torch") >> 1)
     (folder / "recipe.toml").write_text(config.to_toml(parts.recipe), encoding="utf-8")
+    parts.loop.prepare()
     _evaluate(parts, folder, 0, None)
     _checkpoint(parts, folder, 0)
     return 0

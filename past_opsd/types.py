@@ -7,11 +7,12 @@ A method is a list of `Term`; a `Term` is one summand `weight * mean over tokens
 from __future__ import annotations
 
 import hashlib
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Adapter = Literal["student", "teacher", "base"]
+Adapter = Literal["student", "teacher", "base", "expert"]
 Tokens = tuple[int, ...]
 
 
@@ -95,10 +96,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One cycle's student rollouts, routed by outcome."""
+    """One cycle's student rollouts, routed by outcome, and the problems they were asked."""
 
     correct: tuple[Attempt, ...]
     failed: tuple[Attempt, ...]
+    problems: tuple[Problem, ...] = ()
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
@@ -124,12 +126,13 @@ class Term:
     temperature: float = 1.0
 
 
-def route(attempts: Iterable[Attempt]) -> Batch:
+def route(attempts: Iterable[Attempt], problems: Iterable[Problem] = ()) -> Batch:
     """Split rollouts by R. The outcome chooses the objective and enters no prompt."""
     attempts = tuple(attempts)
     return Batch(
         correct=tuple(a for a in attempts if a.verdict.correct),
         failed=tuple(a for a in attempts if not a.verdict.correct),
+        problems=tuple(problems),
     )
 
 
@@ -146,6 +149,15 @@ def mean(items: Iterable[Sequence[Term]]) -> list[Term]:
     """
     present = [item for item in items if item]
     return [term for item in present for term in scale(1.0 / len(present), item)]
+
+
+def group_advantages(outcomes: Sequence[bool], eps: float) -> list[float]:
+    """[eq:grpo-advantage-ratio]: (R_g - mean) / (s_R + eps); zero for a group without spread."""
+    rewards = [float(r) for r in outcomes]
+    if len(set(rewards)) < 2:
+        return [0.0] * len(rewards)
+    centre, spread = statistics.fmean(rewards), statistics.stdev(rewards)
+    return [(r - centre) / (spread + eps) for r in rewards]
 
 
 def derive_seed(*parts: int | str) -> int:

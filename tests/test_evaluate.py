@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_answers_are_what_the_verifier_compared(past: Session):
 
 def test_problems_that_do_not_fit_are_counted_or_refused(past: Session, small_recipe):
     sets = past.task.evaluation()
-    mixed = {"mixed": [*sets["chain3"], *sets["chain5"]]}
+    mixed = replace(past.task, evaluation_sets={"mixed": (*sets["chain3"], *sets["chain5"])})
     limit = len(past.loop.prompts.evaluation(sets["chain3"][0])) + past.recipe.evaluation.sampling.max_new_tokens
     arguments = (past.loop.lab, past.loop.prompts, mixed, past.recipe.evaluation)
     fixed = {"adapter": "student", "versions": past.model.versions, "seed": 0, "step": 0}

@@ -83,3 +83,20 @@ def test_a_tokenizer_without_template_is_refused(tokenizer):
             prompts(tokenizer)
     finally:
         tokenizer.chat_template = template
+
+
+def test_completion_is_the_text_and_the_end(tokenizer):
+    made = prompts(tokenizer)
+    ids = made.completion(PROBLEM.solution)
+    assert tokenizer.decode(ids[:-1]) == PROBLEM.solution
+    assert ids[-1] == made.eos == tokenizer.eos_token_id
+    assert made.encode(PROBLEM.solution) == ids[:-1]
+
+
+def test_templates_of_one_baseline_may_be_empty_until_they_are_used(tokenizer):
+    with pytest.raises(PastError, match=r"prompts\.hint is empty, and this method needs it"):
+        prompts(tokenizer).hint(PROBLEM, "2, ")
+    made = prompts(tokenizer, r'prompts.hint="Problem: {problem}\nReference: {hint}"')
+    assert "Reference: 2, " in tokenizer.decode(made.hint(PROBLEM, "2, "))
+    with pytest.raises(PastError, match="must not see"):
+        prompts(tokenizer, "prompts.rephrase='{problem} {student_output} {reference_solution}'")

@@ -2,7 +2,20 @@ from __future__ import annotations
 
 import pytest
 
-from past_opsd.types import Attempt, Group, Problem, Response, Term, Verdict, View, derive_seed, mean, route, scale
+from past_opsd.types import (
+    Attempt,
+    Group,
+    Problem,
+    Response,
+    Term,
+    Verdict,
+    View,
+    derive_seed,
+    group_advantages,
+    mean,
+    route,
+    scale,
+)
 
 VIEW = View("student", (1, 2))
 
@@ -50,6 +63,13 @@ def test_nested_means_give_the_branch_weights():
 
 def test_scale_multiplies_weights():
     assert [t.weight for t in scale(0.05, [term("a", 2.0)])] == [0.1]
+
+
+def test_advantages_by_hand():
+    # Rewards 1, 0, 0, 0: mean 1/4, sample standard deviation 1/2.
+    assert group_advantages([True, False, False, False], 0.0) == pytest.approx([1.5, -0.5, -0.5, -0.5])
+    assert group_advantages([True, True], 1e-4) == [0.0, 0.0]
+    assert group_advantages([True], 1e-4) == [0.0]
 
 
 def test_seeds_depend_on_every_part_and_its_type():

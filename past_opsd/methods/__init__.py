@@ -9,41 +9,76 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from past_opsd.config import Sampling
+from past_opsd.lab import Work
+from past_opsd.prompts import Prompts
 from past_opsd.sampling import Draw, Draws
-from past_opsd.types import Attempt, Batch, Group, Term, View
+from past_opsd.types import Adapter, Attempt, Batch, Group, Problem, Term, View
 
 
-class Method(Protocol):
-    """What the loop asks of a method."""
+class Tools(Protocol):
+    """What a method may use before the first cycle."""
+
+    seed: int
+    problems: Sequence[Problem]
+    prompts: Prompts
+
+    def attempt(self, work: Sequence[Work], sampling: Sampling) -> list[Attempt]:
+        """Sample and verify with the adapters as they are now."""
+        ...
+
+    def step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]:
+        """One optimizer step, published at once."""
+        ...
+
+    def copy(self, source: Adapter, target: Adapter) -> None:
+        """Make one adapter equal to another and forget its optimizer's state."""
+        ...
+
+    def reset(self, adapter: Adapter) -> None:
+        """Forget an adapter's optimizer state and step count."""
+        ...
+
+
+class Method:
+    """What the loop asks of a method. A method overrides what it needs; only the student's terms are a must."""
+
+    rollouts = True
+    """Whether the student samples responses at all."""
+
+    def prepare(self, tools: Tools) -> None:
+        """Work before the first cycle: a first training phase, offline hints. Part of boundary 0."""
 
     def teacher_view(self, attempt: Attempt) -> View:
-        """The privileged view that reads this attempt."""
-        ...
+        """The privileged view that reads this attempt; the attempt's own view where there is none."""
+        return attempt.view
 
     def explore(self, failed: Sequence[Attempt], draw: Draw) -> list[Draws]:
         """Teacher continuations for the failed attempts, one `Draws` each; empty when the method draws none."""
-        ...
+        return []
 
     def teacher_terms(self, batch: Batch, groups: Sequence[Group]) -> list[Term]:
         """The teacher's objective; empty when nothing is active, and then no step is taken."""
-        ...
+        return []
 
     def student_terms(self, batch: Batch) -> list[Term]:
-        """The student's objective, on its own prefixes."""
-        ...
+        """The student's objective."""
+        raise NotImplementedError
 
     def end_cycle(self, draws: Sequence[Draws]) -> None:
         """Move whatever the method carries from cycle to cycle."""
-        ...
+
+    def sync(self) -> float:
+        """After a cycle, the share of the student that is mixed into the teacher adapter: 0 leaves it, 1 copies."""
+        return 0.0
 
     def metrics(self) -> dict[str, float]:
-        """That state as numbers for the log."""
-        ...
+        """What the method carries, as numbers for the log."""
+        return {}
 
     def state(self) -> dict[str, Any]:
-        """That state, as plain JSON data for the checkpoint."""
-        ...
+        """What the method carries, as plain JSON data for the checkpoint."""
+        return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`."""
-        ...

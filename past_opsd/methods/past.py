@@ -14,7 +14,6 @@ does not say which standard deviation normalises the advantage; here it is the s
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -22,9 +21,10 @@ from pydantic import Field, model_validator
 
 from past_opsd.config import RolloutSection, Section
 from past_opsd.losses import GeneralizedJSD, Match, MatchPlusCE, Reinforce, SampledToken, Stay, TopK
+from past_opsd.methods import Method
 from past_opsd.prompts import Prompts
 from past_opsd.sampling import Controller, ControllerOptions, Draw, Draws, adaptive, fixed
-from past_opsd.types import Attempt, Batch, Group, Term, View, mean, scale
+from past_opsd.types import Attempt, Batch, Group, Term, View, group_advantages, mean, scale
 
 
 class Options(Section):
@@ -68,7 +68,7 @@ def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Past:
     return Past(options, prompts, rollout.teacher.temperature)
 
 
-class Past:
+class Past(Method):
     """The cycle's two objectives."""
 
     def __init__(self, options: Options, prompts: Prompts, teacher_temperature: float):
@@ -84,8 +84,6 @@ class Past:
         )
         self._controller = Controller.start(self._controlled)
 
-    # -- views --------------------------------------------------------------------------------------------------
-
     def teacher_view(self, attempt: Attempt) -> View:
         """q(. | H_t, U): problem, complete response and reference; never the outcome."""
         if self._o.trajectory:
@@ -93,8 +91,6 @@ class Past:
         else:
             prompt = self._prompts.removed(attempt.problem)
         return View("teacher" if self._o.train_teacher else "base", prompt)
-
-    # -- teacher ------------------------------------------------------------------------------------------------
 
     def explore(self, failed: Sequence[Attempt], draw: Draw) -> list[Draws]:
         if not self._o.train_teacher or self._o.branches == "correct":
@@ -155,8 +151,6 @@ class Past:
             temperature=self._o.temperature,
         )
 
-    # -- student ------------------------------------------------------------------------------------------------
-
     def student_terms(self, batch: Batch) -> list[Term]:
         """[eq:student-projection-objective] on every original trajectory, correct and failed."""
         return mean([self._distill(a)] for a in batch.attempts)
@@ -185,8 +179,6 @@ class Past:
             case "sampled_token":
                 return SampledToken()
 
-    # -- from cycle to cycle ------------------------------------------------------------------------------------
-
     def end_cycle(self, draws: Sequence[Draws]) -> None:
         samples = sum(d.samples for d in draws)
         self._controller = self._controller.update(sum(d.successes for d in draws), samples)
@@ -199,12 +191,3 @@ class Past:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._controller = Controller.from_dict(self._controlled, state["controller"])
-
-
-def group_advantages(outcomes: Sequence[bool], eps: float) -> list[float]:
-    """[eq:grpo-advantage-ratio]: (R_g - mean) / (s_R + eps); zero for a group without spread."""
-    rewards = [float(r) for r in outcomes]
-    if len(set(rewards)) < 2:
-        return [0.0] * len(rewards)
-    centre, spread = statistics.fmean(rewards), statistics.stdev(rewards)
-    return [(r - centre) / (spread + eps) for r in rewards]

@@ -24,6 +24,10 @@ class Task(Protocol):
         """The training problems in a fixed order; the loop decides which come when."""
         ...
 
+    def style(self, text: str) -> str:
+        """A coarse label of a response's style, so that drift towards the reference's shows; "" where none is known."""
+        ...
+
     def evaluation(self) -> Mapping[str, Sequence[Problem]]:
         """Held-out problems by benchmark; a macro average weighs the benchmarks equally."""
         ...

@@ -145,6 +145,9 @@ class Embedded:
     def evaluation(self) -> Mapping[str, Sequence[Problem]]:
         return self.evaluation_sets
 
+    def style(self, text: str) -> str:
+        return style(text)
+
 
 def build(options: Options) -> Embedded:
     """Draw the problems; a larger set of one seed begins with the smaller one."""

@@ -47,6 +47,9 @@ class Jsonl:
     def evaluation(self) -> Mapping[str, Sequence[Problem]]:
         return self.evaluation_sets
 
+    def style(self, text: str) -> str:
+        return ""
+
 
 def build(options: Options) -> Jsonl:
     """Read every file now, so that a bad row is found before anything runs."""

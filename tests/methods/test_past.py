@@ -8,7 +8,7 @@ import torch
 
 from past_opsd import config
 from past_opsd.losses import GeneralizedJSD, Match, MatchPlusCE, Reinforce, SampledToken, Stay, TopK
-from past_opsd.methods.past import Past, group_advantages
+from past_opsd.methods.past import Past
 from past_opsd.train import Session, session
 from past_opsd.types import Attempt, Batch, Group, PastError, Problem, Response, Verdict, View, route
 
@@ -134,13 +134,6 @@ def test_failed_path_clipping_is_an_option(past: Session):
 def test_beta_is_the_weight_of_proximity(past: Session):
     made = method(past, "method.beta_kl=0.2")
     assert weights(made.teacher_terms(Batch((), ()), [group(past, made, [1])])) == pytest.approx({"stay": 0.2})
-
-
-def test_advantages_by_hand():
-    # Rewards 1, 0, 0, 0: mean 1/4, sample standard deviation 1/2.
-    assert group_advantages([True, False, False, False], 0.0) == pytest.approx([1.5, -0.5, -0.5, -0.5])
-    assert group_advantages([True, True], 1e-4) == [0.0, 0.0]
-    assert group_advantages([True], 1e-4) == [0.0]
 
 
 def test_the_controller_survives_a_round_trip(past: Session):

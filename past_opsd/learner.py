@@ -1,0 +1,357 @@
+"""Terms become one optimizer step. The learner knows no method.
+
+Terms that share a live view and its tokens share one live forward; frozen views are recomputed per micro-batch under
+no_grad and released. Row weights are fixed before the first forward, so micro-batches, their size and their padding
+do not change the update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from past_opsd import fused
+from past_opsd.config import LearnerSection, OptimizerSection
+from past_opsd.losses import Advantaged, Match, Stay, token_weights
+from past_opsd.model import TRAINABLE, Model
+from past_opsd.types import Adapter, PastError, Term, Tokens, View
+
+POSITIONS = 16  # the KL is logged position by position this far: a bad prompt boundary shows at the first tokens
+
+
+class NonFiniteError(PastError):
+    """A loss or gradient is not a number; the step was not taken and both adapters are as they were."""
+
+
+@dataclass
+class Path:
+    """One live forward: a view along token ids, with every term that reads it and each term's weight per token."""
+
+    live: View
+    tokens: Tokens
+    terms: list[tuple[Term, float]] = field(default_factory=list)
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest forward this path needs, live or frozen."""
+        prompts = [self.live.prompt, *(t.frozen.prompt for t, _ in self.terms if t.frozen is not None)]
+        return max(len(p) for p in prompts) + len(self.tokens) - 1
+
+    def views(self) -> list[tuple[View | None, float, list[tuple[Term, float]]]]:
+        """Terms by (frozen view, temperature); terms without a frozen view ride along with those that have one."""
+        found: dict[tuple[View | None, float], list[tuple[Term, float]]] = defaultdict(list)
+        for term, weight in self.terms:
+            found[term.frozen, term.temperature].append((term, weight))
+        for frozen, temperature in [key for key in found if key[0] is None]:
+            hosts = [key for key in found if key[0] is not None and key[1] == temperature]
+            if hosts:
+                found[hosts[0]].extend(found.pop((frozen, temperature)))
+        return [(frozen, temperature, terms) for (frozen, temperature), terms in found.items()]
+
+
+def gather_paths(terms: Sequence[Term], reduction: str) -> list[Path]:
+    """Terms grouped by live forward, with the per-token weights of the chosen reduction."""
+    weights: list[float] = [0.0] * len(terms)
+    names: dict[str, list[int]] = defaultdict(list)
+    for i, term in enumerate(terms):
+        names[term.name].append(i)
+    for members in names.values():
+        lengths = [len(terms[i].tokens) for i in members]
+        shares = token_weights(lengths, [terms[i].weight for i in members], reduction)  # pyright: ignore[reportArgumentType]
+        for i, share in zip(members, shares, strict=True):
+            weights[i] = share
+    paths: dict[tuple[View, Tokens, int], Path] = {}
+    seen: Counter[tuple[View, Tokens, str]] = Counter()
+    for term, weight in zip(terms, weights, strict=True):
+        # The same response drawn twice is two paths: the n-th term of a name belongs to the n-th of them.
+        copy = seen[term.live, term.tokens, term.name]
+        seen[term.live, term.tokens, term.name] += 1
+        path = paths.setdefault((term.live, term.tokens, copy), Path(term.live, term.tokens))
+        path.terms.append((term, weight))
+    return list(paths.values())
+
+
+def micro_batches(paths: Sequence[Path], token_budget: int) -> Iterator[list[Path]]:
+    """Length-sorted batches whose padded size stays within the budget; a longer path goes alone, never cut."""
+    batch: list[Path] = []
+    for path in sorted(paths, key=lambda p: p.width):
+        if batch and path.width * (len(batch) + 1) > token_budget:
+            yield batch
+            batch = []
+        batch.append(path)
+    if batch:
+        yield batch
+
+
+def learning_rate(section: OptimizerSection, step: int, total: int) -> float:
+    """The learning rate of step 0, 1, ...: linear warm-up, then the schedule down to zero at `total`."""
+    if step < section.warmup_steps:
+        return section.lr * (step + 1) / section.warmup_steps
+    share = (step - section.warmup_steps) / max(1, total - section.warmup_steps)
+    if section.schedule == "linear":
+        return section.lr * (1 - share)
+    if section.schedule == "cosine":
+        return section.lr * 0.5 * (1 + math.cos(math.pi * share))
+    return section.lr
+
+
+class Learner:
+    """Two adapters, two optimizers, two step counters; one step per call."""
+
+    def __init__(self, model: Model, section: LearnerSection, total_steps: int):
+        self._model = model
+        self._section = section
+        self._total = total_steps
+        self._sections: dict[Adapter, OptimizerSection] = {"student": section.student, "teacher": section.teacher}
+        self.optimizers = {a: self._optimizer(a) for a in TRAINABLE}
+        self.steps: dict[Adapter, int] = {"student": 0, "teacher": 0}
+
+    def _optimizer(self, adapter: Adapter) -> torch.optim.AdamW:
+        section = self._sections[adapter]
+        parameters = list(self._model.parameters(adapter).values())
+        return torch.optim.AdamW(
+            parameters,
+            lr=section.lr,
+            betas=(section.beta1, section.beta2),
+            eps=section.eps,
+            weight_decay=section.weight_decay,
+        )
+
+    @property
+    def versions(self) -> dict[Adapter, int]:
+        """The adapters' versions: each optimizer step makes a new one."""
+        return self._model.versions
+
+    @torch.no_grad()
+    def blend(self, source: Adapter, target: Adapter, share: float) -> None:
+        """target <- (1 - share) * target + share * source, factor by factor of the LoRA product."""
+        pairs = zip(self._model.parameters(source).values(), self._model.parameters(target).values(), strict=True)
+        for mine, theirs in pairs:
+            theirs.lerp_(mine, share)
+        self._model.bump(target)
+
+    def reset(self, adapter: Adapter) -> None:
+        """A fresh optimizer and step count."""
+        self.optimizers[adapter] = self._optimizer(adapter)
+        self.steps[adapter] = 0
+
+    def step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]:
+        """One optimizer step on the sum of the terms; no terms, no step, and nothing advances.
+
+        Returns the phase's diagnostics. Raises `NonFiniteError` before anything moved.
+        """
+        if not terms:
+            return {f"{phase}/stepped": 0.0}
+        stray = {t.live.adapter for t in terms} - {phase}
+        if stray:
+            raise ValueError(f"the {phase} step got live terms of {sorted(stray)}")
+        other: Adapter = "teacher" if phase == "student" else "student"
+        frozen = self._model.digest(other)
+        optimizer = self.optimizers[phase]
+        try:
+            with self._model.training(phase):
+                self._check_trainable(phase)
+                log = self._accumulate(phase, terms)
+                norm = self._clip(phase)
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(self._sections[phase], self.steps[phase], self._total)
+                optimizer.step()
+        finally:
+            optimizer.zero_grad(set_to_none=True)
+        self.steps[phase] += 1
+        self._model.bump(phase)
+        if self._model.digest(other) != frozen:
+            raise RuntimeError(f"the {other} adapter moved during the {phase} step")
+        metrics = {f"{phase}/{key}": value for key, value in log.summary().items()}
+        extra = {"stepped": 1.0, "grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], "nonfinite": 0.0}
+        return metrics | {f"{phase}/{key}": value for key, value in extra.items()}
+
+    def _check_trainable(self, phase: Adapter) -> None:
+        expected = set(self._model.parameters(phase))
+        if self._model.trainable() != expected:
+            raise RuntimeError(f"other parameters than the {phase} adapter's are trainable in its phase")
+
+    def _accumulate(self, phase: Adapter, terms: Sequence[Term]) -> Log:
+        log = Log()
+        for batch in micro_batches(gather_paths(terms, self._section.reduction), self._section.token_budget):
+            frozen = self._frozen_states(batch)
+            live = self._model.hidden([(p.live, p.tokens) for p in batch])
+            grad = self._gradient(phase, batch, live.detach(), frozen, log)
+            live.backward(grad.to(live.dtype))
+        return log
+
+    @torch.no_grad()
+    def _frozen_states(self, batch: Sequence[Path]) -> dict[tuple[View, Tokens], Tensor]:
+        """Hidden states of every frozen view in the micro-batch, one forward per adapter."""
+        wanted: dict[Adapter, list[tuple[View, Tokens]]] = defaultdict(list)
+        for path in batch:
+            for view in dict.fromkeys(t.frozen for t, _ in path.terms if t.frozen is not None):
+                wanted[view.adapter].append((view, path.tokens))
+        states: dict[tuple[View, Tokens], Tensor] = {}
+        for pairs in wanted.values():
+            pairs = list(dict.fromkeys(pairs))
+            split = self._model.hidden(pairs).split([len(tokens) for _, tokens in pairs])
+            states.update(zip(pairs, split, strict=True))
+        return states
+
+    def _gradient(
+        self,
+        phase: Adapter,
+        batch: Sequence[Path],
+        live: Tensor,
+        frozen: dict[tuple[View, Tokens], Tensor],
+        log: Log,
+    ) -> Tensor:
+        """d(sum of weighted losses)/d(live hidden states), by loss calls on rows that need the same losses."""
+        grad = torch.zeros_like(live, dtype=torch.float32)
+        starts = [0]
+        for path in batch:
+            starts.append(starts[-1] + len(path.tokens))
+        calls: dict[tuple[Any, ...], list[Rows]] = defaultdict(list)
+        for path, start in zip(batch, starts, strict=False):
+            for view, temperature, terms in path.views():
+                states = None if view is None else frozen[view, path.tokens]
+                names = tuple(sorted((t.name, job_key(t.loss)) for t, _ in terms))
+                head = None if view is None or view.adapter != "expert" else "expert"
+                calls[temperature, head, states is None, names].append(Rows(path, start, states, terms))
+        for (temperature, head, *_), rows in calls.items():
+            self._call(phase, rows, temperature, head, live, grad, log)
+        return grad
+
+    def _call(
+        self,
+        phase: Adapter,
+        rows: Sequence[Rows],
+        temperature: float,
+        head: str | None,
+        live: Tensor,
+        grad: Tensor,
+        log: Log,
+    ) -> None:
+        expert = self._model.expert if head == "expert" else None
+        index = torch.cat([torch.arange(r.start, r.start + len(r.path.tokens)) for r in rows]).to(live.device)
+        tokens = torch.tensor([y for r in rows for y in r.path.tokens], device=live.device)
+        states = None if rows[0].states is None else torch.cat([r.states for r in rows if r.states is not None])
+        names, jobs = stack_jobs(rows, live.device)
+        result = fused.run(
+            self._section.implementation,
+            live[index],
+            states,
+            self._model.head,
+            self._model.head_bias,
+            tokens,
+            jobs,
+            temperature=temperature,
+            frozen_head=None if expert is None else expert.head,
+            frozen_bias=None if expert is None else expert.head_bias,
+            budget_bytes=self._section.loss_memory_mib << 20,
+        )
+        for name, job, values in zip(names, jobs, result.values, strict=True):
+            if not bool(torch.isfinite(values).all()):
+                raise NonFiniteError(_message(phase, name, "loss", values))
+            log.add(name, job.loss, [len(r.path.tokens) for r in rows], values, job.weight, result.rows)
+        if not bool(torch.isfinite(result.grad).all()):
+            raise NonFiniteError(_message(phase, " + ".join(names), "gradient", result.grad))
+        grad.index_add_(0, index, result.grad.float())
+
+    def _clip(self, phase: Adapter) -> float:
+        parameters = list(self._model.parameters(phase).values())
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._sections[phase].max_grad_norm))
+        if not math.isfinite(norm):
+            raise NonFiniteError(_message(phase, "all terms", "gradient of the adapter", torch.tensor([norm])))
+        return norm
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A path's rows in one loss call."""
+
+    path: Path
+    start: int
+    states: Tensor | None
+    terms: list[tuple[Term, float]]
+
+
+def job_key(loss: Any) -> Any:
+    """Losses with the same key stack into one call; advantages differ by sequence and stack as a vector."""
+    return repr(replace(loss, advantage=0.0)) if isinstance(loss, Advantaged) else repr(loss)
+
+
+def stack_jobs(rows: Sequence[Rows], device: torch.device) -> tuple[list[str], list[fused.Job]]:
+    """One job per term name, with its weight for every row; all rows of a call have the same names and losses."""
+    names: list[str] = []
+    jobs: list[fused.Job] = []
+    for name in dict.fromkeys(t.name for t, _ in rows[0].terms):
+        pairs = [next((t, w) for t, w in row.terms if t.name == name) for row in rows]
+        lengths = torch.tensor([len(row.path.tokens) for row in rows], device=device)
+        term = pairs[0][0]
+        loss = term.loss
+        if isinstance(loss, Advantaged):
+            advantages = torch.tensor([float(t.loss.advantage) for t, _ in pairs], device=device)  # pyright: ignore[reportFunctionMemberAccess]
+            loss = replace(loss, advantage=advantages.repeat_interleave(lengths))
+        weights = torch.tensor([w for _, w in pairs], device=device).repeat_interleave(lengths)
+        names.append(name)
+        jobs.append(fused.Job(loss, weights, frozen=term.frozen is not None))
+    return names, jobs
+
+
+def _message(phase: str, term: str, what: str, values: Tensor) -> str:
+    bad = int((~torch.isfinite(values)).sum())
+    return (
+        f"{phase} step stopped: {bad} non-finite entries in the {what} of term '{term}'. "
+        "No adapter moved; lower the learning rate, or look at the last cycle's rollouts"
+    )
+
+
+class Log:
+    """The appendix's diagnostics of one phase, by term."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = defaultdict(float)
+        self._counts: dict[str, float] = defaultdict(float)
+        self._objective: dict[str, float] = defaultdict(float)
+        self._paths: dict[str, list[float]] = defaultdict(list)
+        self._positions: dict[str, list[float]] = defaultdict(list)
+        self._align: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+
+    def add(
+        self, name: str, loss: Any, lengths: Sequence[int], values: Tensor, weight: Tensor, rows: dict[str, Tensor]
+    ) -> None:
+        """Add one job's rows: weighted objective, and means over sequences of per-token diagnostics."""
+        self._objective[name] += float((weight * values).sum())
+        columns = {"loss": values, "entropy": rows["entropy"]}
+        if isinstance(loss, Match | Stay):
+            columns["kl"] = rows["kl"]
+        if isinstance(loss, Match):
+            columns |= {"clip_fraction": rows["clipped"], "removed_mass": rows["removed"]}
+            sums = self._align[name]
+            for i, part in enumerate(("dot", "norm_clipped", "norm_unclipped")):
+                sums[i] += float((rows[part] if i == 0 else rows[part] ** 2).sum())
+        for key, column in columns.items():
+            means = [float(part.mean()) for part in column.split(list(lengths))]
+            self._sums[f"{name}/{key}"] += sum(means)
+            self._counts[f"{name}/{key}"] += len(means)
+            if key == "kl":
+                self._paths[name] += means
+                for part in column.split(list(lengths)):
+                    for t, value in enumerate(part[:POSITIONS].tolist()):
+                        self._positions[f"{name}/kl@{t:02d}"].append(value)
+
+    def summary(self) -> dict[str, float]:
+        """Flat metrics."""
+        out = {key: self._sums[key] / self._counts[key] for key in self._sums}
+        out |= {f"{name}/objective": value for name, value in self._objective.items()}
+        out |= {key: math.fsum(values) / len(values) for key, values in self._positions.items()}
+        for name, values in self._paths.items():
+            quantiles = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.1, 0.5, 0.9, 1.0]).double())
+            out |= {f"{name}/kl_{q}": float(v) for q, v in zip(("q10", "q50", "q90", "max"), quantiles, strict=True)}
+        for name, (dot, clipped, unclipped) in self._align.items():
+            norm = math.sqrt(clipped * unclipped)
+            out[f"{name}/alignment"] = dot / norm if norm > 0 else 1.0
+        return dict(sorted(out.items()))

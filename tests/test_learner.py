@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from past_opsd.config import OptimizerSection
+from past_opsd.learner import NonFiniteError, Path, gather_paths, learning_rate, micro_batches
+from past_opsd.losses import Imitate, Match, Reinforce, Stay
+from past_opsd.train import Session, session
+from past_opsd.types import Term, View
+
+HINT, PLAIN = (1, 5, 7, 2, 9, 9), (1, 5, 2)
+
+
+def term(name: str, tokens: tuple[int, ...], loss, frozen: bool = True, weight: float = 1.0, adapter="teacher") -> Term:
+    other = "student" if adapter == "teacher" else "teacher"
+    return Term(name, View(adapter, HINT), View(other, PLAIN) if frozen else None, tokens, loss, weight)
+
+
+def some_terms(adapter: str = "teacher") -> list[Term]:
+    return [
+        term("correct", (6, 7, 8), Match(0.5), weight=0.3, adapter=adapter),
+        term("correct", (4,), Match(0.5), weight=0.2, adapter=adapter),
+        term("reinforce", (6, 6, 6, 3), Reinforce(1.5), frozen=False, weight=0.25, adapter=adapter),
+        term("reinforce", (8, 6), Reinforce(-0.7), frozen=False, weight=0.25, adapter=adapter),
+        term("stay", (6, 6, 6, 3), Stay(), weight=0.05, adapter=adapter),
+    ]
+
+
+def update(small_recipe, terms: list[Term], *overrides: str) -> dict[str, torch.Tensor]:
+    with session(small_recipe("embedded/past", *overrides)) as parts:
+        stir(parts)
+        parts.learner.step("teacher", terms)
+        return {n: p.detach().clone() for n, p in parts.model.parameters("teacher").items()}
+
+
+def stir(parts: Session) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for adapter in ("student", "teacher"):
+            for parameter in parts.model.parameters(adapter).values():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def test_one_live_forward_serves_all_terms_that_read_it():
+    paths = gather_paths(some_terms(), "sequence")
+    assert [len(p.terms) for p in paths] == [1, 1, 2, 1]
+
+
+def test_the_same_response_drawn_twice_counts_twice():
+    once, twice = (gather_paths([t for t in some_terms() for _ in range(n)], "sequence") for n in (1, 2))
+    assert len(twice) == 2 * len(once)
+
+
+def test_row_weights_are_the_papers_one_over_length():
+    weights = {(t.name, len(t.tokens)): w for p in gather_paths(some_terms(), "sequence") for t, w in p.terms}
+    assert weights[("correct", 3)] == pytest.approx(0.3 / 3)
+    assert weights[("stay", 4)] == pytest.approx(0.05 / 4)
+
+
+def test_micro_batches_respect_the_budget_and_cut_nothing():
+    paths = [Path(View("teacher", (0,) * n), (1,) * n) for n in (3, 9, 1, 5, 7, 2, 40)]
+    batches = list(micro_batches(paths, 30))
+    assert sorted(len(p.tokens) for b in batches for p in b) == [1, 2, 3, 5, 7, 9, 40]
+    assert all(len(b) == 1 or len(b) * max(p.width for p in b) <= 30 for b in batches)
+
+
+def test_frozen_prompts_count_in_the_width():
+    path = gather_paths([Term("t", View("student", PLAIN), View("teacher", HINT), (1, 2), Match())], "sequence")[0]
+    assert path.width == len(HINT) + 1
+
+
+@pytest.mark.parametrize("budget", [16, 24, 64])
+def test_micro_batching_and_padding_do_not_change_the_update(small_recipe, budget: int):
+    whole = update(small_recipe, some_terms())
+    split = update(small_recipe, some_terms()[::-1], f"learner.token_budget={budget}")
+    for name, value in whole.items():
+        torch.testing.assert_close(split[name], value, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+def test_implementations_make_the_same_update(small_recipe, implementation: str):
+    fused = update(small_recipe, some_terms(), "learner.teacher.eps=1.0")
+    other = update(small_recipe, some_terms(), "learner.teacher.eps=1.0", f"learner.implementation='{implementation}'")
+    for name, value in fused.items():
+        torch.testing.assert_close(other[name], value, atol=1e-7, rtol=1e-5)
+
+
+def test_no_terms_no_step_and_nothing_advances(past: Session):
+    before = past.model.digest("teacher")
+    assert past.learner.step("teacher", []) == {"teacher/stepped": 0.0}
+    assert past.learner.steps == {"student": 0, "teacher": 0}
+    assert not past.learner.optimizers["teacher"].state
+    assert (past.model.digest("teacher"), past.model.versions["teacher"]) == (before, 0)
+
+
+def test_a_step_moves_exactly_one_adapter_and_its_version(past: Session):
+    before = {a: past.model.digest(a) for a in ("student", "teacher")}
+    past.learner.step("teacher", some_terms())
+    assert past.model.digest("student") == before["student"]
+    assert past.model.digest("teacher") != before["teacher"]
+    assert past.model.versions == {"base": 0, "student": 0, "teacher": 1}
+    assert past.learner.steps == {"student": 0, "teacher": 1}
+    assert not past.learner.optimizers["student"].state
+
+
+def test_terms_of_the_other_phase_are_refused(past: Session):
+    with pytest.raises(ValueError, match="live terms of"):
+        past.learner.step("student", some_terms("teacher"))
+
+
+def test_a_moved_frozen_adapter_is_noticed(past: Session, monkeypatch: pytest.MonkeyPatch):
+    def step(*_: object) -> None:
+        with torch.no_grad():
+            next(iter(past.model.parameters("student").values())).add_(1.0)
+
+    monkeypatch.setattr(past.learner.optimizers["teacher"], "step", step)
+    with pytest.raises(RuntimeError, match="the student adapter moved during the teacher step"):
+        past.learner.step("teacher", some_terms())
+
+
+def test_stray_trainable_parameters_are_noticed(past: Session, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(past.model, "trainable", lambda: set(past.model.parameters("student")))
+    with pytest.raises(RuntimeError, match="other parameters than the teacher adapter's"):
+        past.learner.step("teacher", some_terms())
+
+
+@pytest.mark.parametrize("bad", ["correct", "reinforce"])
+def test_a_non_finite_loss_stops_the_step_and_names_the_term(past: Session, bad: str):
+    terms = [t if t.name != bad else term(bad, t.tokens, Broken(), frozen=False) for t in some_terms()]
+    before = past.model.digest("teacher")
+    with pytest.raises(NonFiniteError, match=f"term '{bad}'"):
+        past.learner.step("teacher", terms)
+    assert past.model.digest("teacher") == before
+    assert past.learner.steps["teacher"] == 0
+    assert all(p.grad is None for p in past.model.parameters("teacher").values())
+    past.learner.step("teacher", some_terms())
+
+
+class Broken:
+    """A loss that is not a number."""
+
+    def __call__(self, live_logp: torch.Tensor, frozen_logp: object, tokens: torch.Tensor) -> torch.Tensor:
+        return live_logp[:, 0] * math.nan
+
+    def __repr__(self) -> str:
+        return "Broken()"
+
+
+def test_diagnostics_of_the_appendix_are_there(past: Session):
+    stir(past)
+    metrics = past.learner.step("teacher", some_terms())
+    for key in ("loss", "kl", "clip_fraction", "removed_mass", "alignment", "entropy", "objective"):
+        assert f"teacher/correct/{key}" in metrics
+    for key in ("kl_q10", "kl_q50", "kl_q90", "kl_max"):
+        assert f"teacher/stay/{key}" in metrics
+    assert metrics["teacher/nonfinite"] == 0
+    assert metrics["teacher/grad_norm"] > 0
+    assert metrics["teacher/correct/loss"] <= metrics["teacher/correct/kl"] + 1e-6
+    removed = metrics["teacher/correct/kl"] - metrics["teacher/correct/loss"]
+    assert metrics["teacher/correct/removed_mass"] == pytest.approx(removed, abs=1e-5)
+
+
+def test_alignment_is_one_without_clipping_and_negative_when_the_clip_takes_the_push(past: Session):
+    """The right token's entry is clipped away and the rest still pushes: the wrong tau that destroys a run."""
+    stir(past)
+    free = past.learner.step("teacher", [term("correct", (6, 7, 8), Match())])
+    assert free["teacher/correct/alignment"] == pytest.approx(1.0, abs=1e-5)
+    clipped = past.learner.step("teacher", [term("correct", (6, 7, 8), Match(1e-4))])
+    assert clipped["teacher/correct/alignment"] < 0.9
+
+
+def test_gradients_are_clipped(small_recipe):
+    with session(small_recipe("embedded/past", "learner.teacher.max_grad_norm=1e-3")) as parts:
+        seen: list[float] = []
+        step = parts.learner.optimizers["teacher"].step
+
+        def spy() -> None:
+            grads = [p.grad for p in parts.model.parameters("teacher").values() if p.grad is not None]
+            seen.append(float(torch.cat([g.flatten() for g in grads]).norm()))
+            step()
+
+        parts.learner.optimizers["teacher"].step = spy
+        norm = parts.learner.step("teacher", some_terms())["teacher/grad_norm"]
+    assert norm > 1e-3
+    assert seen == [pytest.approx(1e-3, rel=1e-3)]
+
+
+def test_imitate_matches_plain_cross_entropy(past: Session):
+    metrics = past.learner.step("student", [term("sft", (6, 7), Imitate(), frozen=False, adapter="student")])
+    ids = torch.tensor([(*HINT, 6, 7)])
+    past.model.activate("base")
+    with torch.no_grad():
+        logits = past.model.network(input_ids=ids).logits[0, len(HINT) - 1 : -1]
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor([6, 7]))
+    assert metrics["student/sft/loss"] == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_schedules():
+    constant = OptimizerSection(lr=1.0, warmup_steps=4)
+    assert [learning_rate(constant, s, 10) for s in (0, 3, 4, 9)] == [0.25, 1.0, 1.0, 1.0]
+    linear = OptimizerSection(lr=1.0, schedule="linear", warmup_steps=2)
+    assert [learning_rate(linear, s, 10) for s in (1, 2, 6)] == [1.0, 1.0, 0.5]
+    cosine = OptimizerSection(lr=1.0, schedule="cosine")
+    assert [learning_rate(cosine, s, 10) for s in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
