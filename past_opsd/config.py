@@ -236,7 +236,7 @@ def validate(data: Mapping[str, Any], sources: Mapping[str, Source], where: str)
             options = plugin(kind, table["name"]).Options
         except PastError as error:
             raise PastError(f"{sources.get(f'{kind}.name', where)}: {error}") from None
-        literal = Literal[table["name"]]  # pyright: ignore[reportInvalidTypeForm]
+        literal: Any = Literal[table["name"]]  # pyright: ignore[reportInvalidTypeForm]
         named = (literal, Field(table["name"], description=f"which {kind}"))
         chosen[kind] = (
             create_model(options.__name__, __base__=options, __module__=options.__module__, name=named),

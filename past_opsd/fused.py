@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -31,8 +32,8 @@ Implementation = Literal["reference", "bf16", "chunked", "fused"]
 DEFAULT_BUDGET = 192 * 2**20
 CLIP_ROWS = ("kl", "clipped", "removed", "dot", "norm_clipped", "norm_unclipped")
 
-# What `fused` touches at once, so that it stays in cache: bytes of a block of rows in the elementwise pass, and
-# entries of the head in a projection, each per thread; other devices take larger blocks and the whole head.
+# What a thread of `fused` touches at once, so that it stays in cache: bytes of a block of rows in the elementwise
+# pass, and entries of the head in a projection. Other devices take larger blocks and the whole head.
 _BLOCK_BYTES = 2**20
 _TILE = 2048
 _DEVICE_BLOCK_BYTES = 2**26
@@ -302,25 +303,45 @@ def _diagnose(loss: Entrywise, live_logp: Tensor, frozen_logp: Tensor, out: dict
 
 def _fused(heads: _Heads, rows: _Rows, budget: int) -> None:
     """Per chunk: project, overwrite the live logits with the gradient block by block, project back."""
-    n, V = len(rows), heads.live.shape[0]
-    views = 1 if rows.frozen is None else 2
-    block_bytes = _DEVICE_BLOCK_BYTES
-    if rows.live.device.type == "cpu":
-        # At least one row a thread: the softmax kernel shares rows, not entries.
-        block_bytes = torch.get_num_threads() * max(_BLOCK_BYTES, V * heads.dtype.itemsize)
-    block = max(1, min(n, block_bytes // (V * heads.dtype.itemsize)))
-    scratch = torch.empty((5, block, V), dtype=heads.dtype, device=rows.live.device)
+    V, views = heads.live.shape[0], 1 if rows.frozen is None else 2
     logits = heads.live.new_empty(0)
-    for span in _chunks(n, budget, views * V * heads.live.dtype.itemsize):
+    for span in _chunks(len(rows), budget, views * V * heads.live.dtype.itemsize):
         chunk = rows.at(span)
         if not len(logits):
             logits = heads.live.new_empty((views * len(chunk), V))
         z, x = _project(heads, chunk, logits)
-        for start in range(0, len(chunk), block):
-            at = slice(start, min(start + block, len(chunk)))
-            _block(heads, chunk.at(at), z[at], None if x is None else x[at], scratch[:, : at.stop - start])
+        _elementwise(heads, chunk, z, x)
         if chunk.parts:
             chunk.grad.copy_(torch.mm(z, heads.live)).div_(heads.temperature)
+
+
+def _elementwise(heads: _Heads, chunk: _Rows, z: Tensor, x: Tensor | None) -> None:
+    """`_block` on every block of the chunk, the blocks shared among as many threads as torch has.
+
+    Threads over blocks wait for each other once a chunk; threads inside each operation would wait thousands of times.
+    """
+    n, V, on_cpu = len(chunk), heads.live.shape[0], z.device.type == "cpu"
+    size = (_BLOCK_BYTES if on_cpu else _DEVICE_BLOCK_BYTES) // (V * heads.dtype.itemsize)
+    size = max(1, min(n, size))
+    blocks = [slice(start, min(start + size, n)) for start in range(0, n, size)]
+    threads = torch.get_num_threads()
+    workers = min(threads, len(blocks)) if on_cpu else 1
+    scratch = torch.empty((workers, 5, size, V), dtype=heads.dtype, device=z.device)
+
+    def work(worker: int) -> None:
+        with torch.no_grad():
+            for at in blocks[worker::workers]:
+                live, frozen = z[at], None if x is None else x[at]
+                _block(heads, chunk.at(at), live, frozen, scratch[worker, :, : at.stop - at.start])
+
+    if workers == 1:
+        work(0)
+        return
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            list(pool.map(work, range(workers)))
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _project(heads: _Heads, rows: _Rows, logits: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -93,7 +93,7 @@ def learning_rate(section: OptimizerSection, step: int, total: int) -> float:
     """The learning rate of step 0, 1, ...: linear warm-up, then the schedule down to zero at `total`."""
     if step < section.warmup_steps:
         return section.lr * (step + 1) / section.warmup_steps
-    share = (step - section.warmup_steps) / max(1, total - section.warmup_steps)
+    share = min(1.0, (step - section.warmup_steps) / max(1, total - section.warmup_steps))
     if section.schedule == "linear":
         return section.lr * (1 - share)
     if section.schedule == "cosine":

@@ -62,7 +62,8 @@ class Loop:
         versions = dict(self.learner.versions)
 
         phase("rollout")
-        problems = self.take(k)
+        asked = self.take(k)
+        problems = [p for p in asked if self.method.room(p) <= self.max_context]
         attempts = self.attempts(k) if self.method.rollouts else []  # Y ~ p_k(. | X), R = V(X, Y)
         kept = [a for a in attempts if self._fits(a)]
         batch = route(kept, problems)
@@ -82,8 +83,9 @@ class Loop:
             self.learner.blend("student", "teacher", self.method.sync())
         self.publish()
         self.method.end_cycle(draws)
-        wanted = len(problems) * self.rollout.samples_per_problem if self.method.rollouts else 0
-        return Cycle(batch, draws, wanted - len(kept), versions, metrics | self.method.metrics())
+        wanted = len(asked) * self.rollout.samples_per_problem if self.method.rollouts else 0
+        dropped = wanted - len(kept) + len(asked) - len(problems)
+        return Cycle(batch, draws, dropped, versions, metrics | self.method.metrics())
 
     def publish(self) -> None:
         """Let the engine serve both adapters as they are now."""
@@ -126,11 +128,14 @@ class Loop:
 
     def attempts(self, k: int) -> list[Attempt]:
         """[eq:on-policy-rollout]: the student's complete responses of cycle k, sampled from X alone and verified."""
+        problems, n = self.take(k), self.rollout.samples_per_problem
+        # Where an epoch ends inside a cycle a problem can come twice; its second samples are draws of their own.
+        copies = [problems[:i].count(problem) for i, problem in enumerate(problems)]
         work = [
             Work(problem, View("student", prompt), derive_seed(self.seed, k, problem.id, "student", sample))
-            for problem in self.take(k)
+            for problem, copy in zip(problems, copies, strict=True)
             for prompt in [self.prompts.student(problem)]
-            for sample in range(self.rollout.samples_per_problem)
+            for sample in range(copy * n, (copy + 1) * n)
             if len(prompt) + self.rollout.student.max_new_tokens <= self.max_context
         ]
         return self.attempt(work, self.rollout.student)
@@ -138,7 +143,7 @@ class Loop:
     def _fits(self, attempt: Attempt) -> bool:
         """Whether the privileged view has room for the response, and for a continuation where one may be drawn."""
         room = len(attempt.response.tokens)
-        if not attempt.verdict.correct:
+        if self.method.explores and not attempt.verdict.correct:
             room = max(room, self.rollout.teacher.max_new_tokens)
         return len(self.method.teacher_view(attempt).prompt) + room <= self.max_context
 

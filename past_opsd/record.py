@@ -120,12 +120,13 @@ def summarise(cycle: Cycle) -> dict[str, float]:
     attempts = cycle.batch.attempts
     lengths = [len(a.response.tokens) for a in attempts]
     drawn = [c for d in cycle.draws for c in (*d.discarded, *d.continuations)]
-    out: dict[str, float] = {
-        "rollout/success": _mean([a.verdict.correct for a in attempts]),
-        "rollout/mean_length": _mean(lengths),
-        "rollout/truncated": _mean([not a.response.finished for a in attempts]),
-        "rollout/dropped": cycle.dropped,
-    }
+    out: dict[str, float] = {"rollout/dropped": cycle.dropped}
+    if attempts:
+        out |= {
+            "rollout/success": _mean([a.verdict.correct for a in attempts]),
+            "rollout/mean_length": _mean(lengths),
+            "rollout/truncated": _mean([not a.response.finished for a in attempts]),
+        }
     out |= {f"rollout/reason/{r}": n for r, n in sorted(Counter(a.verdict.reason for a in attempts).items())}
     if cycle.draws:
         n = len(cycle.draws)
@@ -145,7 +146,7 @@ def summarise(cycle: Cycle) -> dict[str, float]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if len(values) else 0.0
+    return float(np.mean(values))
 
 
 def _row(k: int, a: Attempt, versions: Mapping[Any, int], trajectory: int, discarded: bool) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def alarms(metrics: dict[str, float]) -> list[str]:
     if metrics.get("rollout/truncated", 0) > 0.5:
         found.append("more than half of the responses hit the token limit: raise rollout.student.max_new_tokens")
     if metrics.get("rollout/dropped", 0) > 0:
-        found.append("responses were dropped because their prompts do not fit: raise model.max_context")
+        found.append("examples were dropped because they do not fit the context: raise model.max_context")
     return found
 
 

@@ -151,6 +151,14 @@ def mean(items: Iterable[Sequence[Term]]) -> list[Term]:
     return [term for item in present for term in scale(1.0 / len(present), item)]
 
 
+def by_problem(attempts: Sequence[Attempt]) -> list[list[Attempt]]:
+    """Attempts of the same problem together, in the order in which problems first appear."""
+    groups: dict[str, list[Attempt]] = {}
+    for attempt in attempts:
+        groups.setdefault(attempt.problem.id, []).append(attempt)
+    return list(groups.values())
+
+
 def group_advantages(outcomes: Sequence[bool], eps: float) -> list[float]:
     """[eq:grpo-advantage-ratio]: (R_g - mean) / (s_R + eps); zero for a group without spread."""
     rewards = [float(r) for r in outcomes]

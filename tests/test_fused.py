@@ -406,3 +406,31 @@ def test_misuse_is_refused():
     with pytest.raises(PastError, match="job 0"):
         run("fused", live, frozen, head, bias, tokens, [Job(Match(), weight[:3])])
     assert set(CLIP_ROWS) <= set(run("fused", live, frozen, head, bias, tokens, job).rows)
+
+
+@pytest.mark.parametrize("loss", [Match(0.05), Stay(), TopK(5)], ids=repr)
+def test_threads_change_nothing(loss, monkeypatch):
+    monkeypatch.setattr("past_opsd.fused._BLOCK_BYTES", 3 * V * 8)
+    live, frozen, head, bias, tokens, weight = problem(dtype=torch.float64)
+    head.requires_grad_()
+    bias.requires_grad_()
+    one = run("fused", live, frozen, head, bias, tokens, [Job(loss, weight)])
+    torch.set_num_threads(2)
+    two = run("fused", live, frozen, head, bias, tokens, [Job(loss, weight)])
+    assert torch.get_num_threads() == 2
+    assert_same(two.grad, one.grad, 1e-12)
+    assert_same(two.values[0], one.values[0], 1e-12)
+    for name, row in two.rows.items():
+        assert_same(row, one.rows[name], 1e-12)
+
+
+def test_a_failing_loss_leaves_the_thread_count(monkeypatch):
+    def fails(live_logp, frozen_logp, tokens):
+        raise ValueError("mine")
+
+    monkeypatch.setattr("past_opsd.fused._BLOCK_BYTES", 3 * V * 4)
+    live, frozen, head, bias, tokens, weight = problem()
+    torch.set_num_threads(2)
+    with pytest.raises(ValueError, match="mine"):
+        run("fused", live, frozen, head, bias, tokens, [Job(fails, weight)])
+    assert torch.get_num_threads() == 2

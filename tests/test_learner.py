@@ -204,4 +204,4 @@ def test_schedules():
     linear = OptimizerSection(lr=1.0, schedule="linear", warmup_steps=2)
     assert [learning_rate(linear, s, 10) for s in (1, 2, 6)] == [1.0, 1.0, 0.5]
     cosine = OptimizerSection(lr=1.0, schedule="cosine")
-    assert [learning_rate(cosine, s, 10) for s in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
+    assert [learning_rate(cosine, s, 10) for s in (0, 5, 10, 15)] == pytest.approx([1.0, 0.5, 0.0, 0.0])

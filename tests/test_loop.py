@@ -30,6 +30,35 @@ def test_an_epoch_boundary_inside_a_cycle_loses_nothing(small_recipe):
         assert len(set(ids)) == 10
 
 
+def test_a_problem_that_comes_twice_in_a_cycle_is_sampled_anew(small_recipe):
+    settings = ["task.train_problems=4", "rollout.problems_per_cycle=3", "rollout.samples_per_problem=4"]
+    with session(small_recipe("embedded/past", *settings)) as parts:
+        k = next(k for k in range(20) if len({p.id for p in parts.loop.take(k)}) < 3)
+        attempts = parts.loop.attempts(k)
+        twice = next(p for p in parts.loop.take(k) if parts.loop.take(k).count(p) == 2)
+        texts = [a.response.text for a in attempts if a.problem == twice]
+        assert len(texts) == 8
+        assert texts[:4] != texts[4:]
+
+
+def test_room_for_continuations_is_kept_only_where_they_are_drawn(small_recipe):
+    """Else failures with long prompts would be dropped and successes kept."""
+    for method, explores in (("past", True), ("opsd", False)):
+        with session(small_recipe(f"embedded/{method}", "rollout.teacher.max_new_tokens=250")) as parts:
+            cycle = parts.loop.cycle(0)
+            assert parts.loop.method.explores == explores
+            assert bool(cycle.batch.failed) != explores
+
+
+def test_solutions_that_do_not_fit_are_dropped_and_counted(small_recipe):
+    with session(small_recipe("embedded/sft", "model.max_context=21")) as parts:
+        cycles = [parts.loop.cycle(k) for k in range(2)]
+        kept = [p for c in cycles for p in c.batch.problems]
+        assert 0 < len(kept) < 12
+        assert sum(c.dropped for c in cycles) == 12 - len(kept)
+        assert all(parts.loop.method.room(p) <= 21 for p in kept)
+
+
 def test_what_was_sampled_is_what_is_scored(past: Session):
     """Ids are never re-tokenised: the terms hold the sampled ids, even where the text would tokenise otherwise."""
     cycle = past.loop.cycle(0)

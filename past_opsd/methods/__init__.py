@@ -22,6 +22,7 @@ class Tools(Protocol):
     seed: int
     problems: Sequence[Problem]
     prompts: Prompts
+    max_context: int
 
     def attempt(self, work: Sequence[Work], sampling: Sampling) -> list[Attempt]:
         """Sample and verify with the adapters as they are now."""
@@ -46,8 +47,15 @@ class Method:
     rollouts = True
     """Whether the student samples responses at all."""
 
+    explores = False
+    """Whether the teacher draws continuations of failed responses."""
+
     def prepare(self, tools: Tools) -> None:
         """Work before the first cycle: a first training phase, offline hints. Part of boundary 0."""
+
+    def room(self, problem: Problem) -> int:
+        """Tokens that training on the problem itself needs, where nothing is sampled; longer ones are dropped."""
+        return 0
 
     def teacher_view(self, attempt: Attempt) -> View:
         """The privileged view that reads this attempt; the attempt's own view where there is none."""

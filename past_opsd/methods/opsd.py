@@ -1,22 +1,25 @@
-"""Vanilla OPSD: the initial policy reads the reference solution and teaches the student on its own prefixes.
+"""Vanilla OPSD: a policy reads the reference solution and teaches the student on its own prefixes.
 
-    L = mean_i 1/T_i sum_t D_tau( p_0(. | H_t, Z) || pi(. | H_t) )          [eq:on-policy-distillation-objective]
+    L = mean_i 1/T_i sum_t D_tau( q(. | H_t, Z) || pi(. | H_t) )            [eq:on-policy-distillation-objective]
 
-The teacher keeps the initial weights (the bare base, adapters off). The verifier's outcome is recorded and unused.
+The teacher q is the initial policy (the bare base, adapters off) unless the recipe chooses another: the student's own
+weights before the step, or an average of the student's past weights. The verifier's outcome is recorded and unused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Literal
 
 from pydantic import Field
 
 from past_opsd.config import RolloutSection, Section
 from past_opsd.losses import Match
+from past_opsd.methods import Method, Tools
 from past_opsd.prompts import Prompts
-from past_opsd.sampling import Draw, Draws
-from past_opsd.types import Attempt, Batch, Group, Term, View, mean
+from past_opsd.types import Adapter, Attempt, Batch, Term, View, mean
+
+Kind = Literal["base", "current", "ema"]
+WEIGHTS: dict[Kind, Adapter] = {"base": "base", "current": "student", "ema": "teacher"}
 
 
 class Options(Section):
@@ -24,6 +27,8 @@ class Options(Section):
 
     tau: float = Field(0.05, gt=0, description="clip of one vocabulary entry's contribution; inf is exact KL")
     temperature: float = Field(1.0, gt=0, description="both views' logits are divided by this")
+    teacher: Kind = Field("base", description="the teacher's weights: initial, the student's own, or their average")
+    ema_decay: float = Field(0.999, ge=0, lt=1, description="what the 'ema' teacher keeps of itself a cycle")
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Opsd:
@@ -31,21 +36,20 @@ def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Opsd:
     return Opsd(options, prompts)
 
 
-class Opsd:
-    """Reference-only teacher, never adapted."""
+class Opsd(Method):
+    """Reference-only teacher, never trained."""
 
     def __init__(self, options: Options, prompts: Prompts):
         self._options = options
         self._prompts = prompts
 
+    def prepare(self, tools: Tools) -> None:
+        """The average starts at the student: two adapters that are both the identity still differ in their A."""
+        if self._options.teacher == "ema":
+            tools.copy("student", "teacher")
+
     def teacher_view(self, attempt: Attempt) -> View:
-        return View("base", self._prompts.reference(attempt.problem))
-
-    def explore(self, failed: Sequence[Attempt], draw: Draw) -> list[Draws]:
-        return []
-
-    def teacher_terms(self, batch: Batch, groups: Sequence[Group]) -> list[Term]:
-        return []
+        return View(WEIGHTS[self._options.teacher], self._prompts.reference(attempt.problem))
 
     def student_terms(self, batch: Batch) -> list[Term]:
         """[eq:on-policy-distillation-objective] with the reference-only teacher."""
@@ -61,14 +65,6 @@ class Opsd:
             temperature=self._options.temperature,
         )
 
-    def end_cycle(self, draws: Sequence[Draws]) -> None:
-        return None
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        return None
+    def sync(self) -> float:
+        """The student's share in the average after a cycle."""
+        return 1 - self._options.ema_decay if self._options.teacher == "ema" else 0.0

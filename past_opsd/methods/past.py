@@ -83,6 +83,7 @@ class Past(Method):
             patience=options.patience,
         )
         self._controller = Controller.start(self._controlled)
+        self.explores = options.train_teacher and options.branches != "correct"
 
     def teacher_view(self, attempt: Attempt) -> View:
         """q(. | H_t, U): problem, complete response and reference; never the outcome."""
@@ -93,7 +94,7 @@ class Past(Method):
         return View("teacher" if self._o.train_teacher else "base", prompt)
 
     def explore(self, failed: Sequence[Attempt], draw: Draw) -> list[Draws]:
-        if not self._o.train_teacher or self._o.branches == "correct":
+        if not self.explores:
             return []
         if self._o.sampler == "fixed":
             return fixed(len(failed), self._o.group_max, draw)

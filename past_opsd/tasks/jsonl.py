@@ -59,7 +59,8 @@ def build(options: Options) -> Jsonl:
         raise PastError('task.evaluation names no file; write e.g. evaluation = { aime24 = "aime24.jsonl" }')
     digest = hashlib.sha256()
     for problem in (p for part in (train, *sets.values()) for p in part):
-        digest.update(f"{problem.id}\x1f{problem.text}\x1f{problem.solution}\x1f{problem.answer}\x1e".encode())
+        row = [problem.id, problem.text, problem.solution, problem.answer, dict(problem.extra)]
+        digest.update(json.dumps(row, sort_keys=True).encode())
     return Jsonl(f"jsonl#{digest.hexdigest()[:16]}", train, sets)
 
 

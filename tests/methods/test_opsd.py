@@ -1,39 +1,144 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import naive
+import pytest
 import torch
+from conftest import Quiet
 
+from past_opsd import config
 from past_opsd.losses import Match
-from past_opsd.train import session
-from past_opsd.types import View
+from past_opsd.train import Session, session, train
+from past_opsd.types import PastError, View
+
+ADAPTERS = ("student", "teacher")
+LARGE_STEP = ["learner.student.eps=1.0", "learner.student.lr=1.0", "learner.student.max_grad_norm=1e9"]
 
 
-def test_the_teacher_is_the_base_with_the_reference(small_recipe):
-    with session(small_recipe("embedded/opsd")) as parts:
+@pytest.mark.parametrize(
+    ("recipe", "weights"), [("opsd", "base"), ("opsd_current", "student"), ("opsd_ema", "teacher")]
+)
+def test_the_teacher_reads_the_reference_with_the_chosen_weights(small_recipe, recipe: str, weights):
+    with session(small_recipe(f"embedded/{recipe}")) as parts:
         cycle = parts.loop.cycle(0)
         terms = parts.loop.method.student_terms(cycle.batch)
         for term, a in zip(terms, cycle.batch.attempts, strict=True):
-            assert term.frozen == View("base", parts.loop.prompts.reference(a.problem))
+            assert term.frozen == View(weights, parts.loop.prompts.reference(a.problem))
             assert term.live == View("student", parts.loop.prompts.student(a.problem))
             assert term.tokens == a.response.tokens
             assert term.loss == Match(1.0)
         assert parts.loop.method.teacher_terms(cycle.batch, []) == []
         assert cycle.draws == []
         assert parts.learner.steps == {"student": 1, "teacher": 0}
-        assert parts.model.versions["teacher"] == 0
+        assert parts.model.versions["teacher"] == (1 if weights == "teacher" else 0)
 
 
-def test_one_cycle_equals_an_independent_naive_implementation(small_recipe):
-    overrides = ["learner.student.eps=1.0", "learner.student.lr=1.0", "learner.student.max_grad_norm=1e9"]
-    recipe = small_recipe("embedded/opsd", *overrides)
-    with session(recipe) as mine, session(recipe) as other:
+def stirred(parts: Session) -> None:
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for adapter in ADAPTERS:
+            for parameter in parts.model.parameters(adapter).values():
+                parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+            parts.model.bump(adapter)
+    parts.loop.publish()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "weights"), [("opsd", "base"), ("opsd_current", "student"), ("opsd_ema", "teacher")]
+)
+def test_one_cycle_equals_an_independent_naive_implementation(small_recipe, recipe: str, weights: str):
+    """Both adapters after the cycle; three different sets of weights, so that reading the wrong ones shows."""
+    made = small_recipe(f"embedded/{recipe}", *LARGE_STEP)
+    with session(made) as mine, session(made) as other:
+        stirred(mine)
+        stirred(other)
         batch = mine.loop.cycle(0).batch
-        targets = [("base", other.loop.prompts.reference(a.problem)) for a in batch.attempts]
+        targets = [(weights, other.loop.prompts.reference(a.problem)) for a in batch.attempts]
         loss = naive.student_loss(other.model, batch.attempts, targets, 1.0)
-        parameters = other.model.parameters("student")
-        grads = torch.autograd.grad(loss, list(parameters.values()))
+        student, teacher = (list(other.model.parameters(a).values()) for a in ADAPTERS)
+        grads = torch.autograd.grad(loss, student)
         with torch.no_grad():
-            for parameter, g in zip(parameters.values(), grads, strict=True):
+            for parameter, g in zip(student, grads, strict=True):
                 parameter.sub_(g / (g.abs() + 1.0))
-        for name, value in parameters.items():
-            torch.testing.assert_close(mine.model.parameters("student")[name], value, atol=2e-6, rtol=1e-3)
+            if recipe == "opsd_ema":
+                for average, parameter in zip(teacher, student, strict=True):
+                    average.copy_(0.95 * average + 0.05 * parameter)
+        for adapter in ADAPTERS:
+            for name, value in other.model.parameters(adapter).items():
+                torch.testing.assert_close(mine.model.parameters(adapter)[name], value, atol=2e-6, rtol=1e-3)
+
+
+def values(parts: Session, adapter) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in parts.model.parameters(adapter).values()]
+
+
+def test_the_average_starts_at_the_student(small_recipe):
+    """Fresh adapters share no A: averaging factors across them would multiply one's B with the other's A."""
+    with session(small_recipe("embedded/opsd_ema")) as parts:
+        before = values(parts, "student")
+        assert any(not torch.equal(s, t) for s, t in zip(before, values(parts, "teacher"), strict=True))
+        parts.loop.prepare()
+        assert all(torch.equal(s, t) for s, t in zip(before, values(parts, "teacher"), strict=True))
+        assert all(torch.equal(s, t) for s, t in zip(before, values(parts, "student"), strict=True))
+
+
+def test_an_average_without_memory_is_the_current_student(small_recipe):
+    found = []
+    for overrides in (["method.teacher='current'"], ["method.teacher='ema'", "method.ema_decay=0.0"]):
+        with session(small_recipe("embedded/opsd", *overrides)) as parts:
+            parts.loop.prepare()
+            for k in range(3):
+                parts.loop.cycle(k)
+            found.append(values(parts, "student"))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_three_teachers_part_ways(small_recipe):
+    """The first cycle is the same for all, since all start as the initial policy; from the second on they differ."""
+    after: dict[str, list[list[torch.Tensor]]] = {}
+    for kind in ("base", "current", "ema"):
+        made = small_recipe("embedded/opsd", f"method.teacher='{kind}'", "method.ema_decay=0.5")
+        with session(made) as parts:
+            parts.loop.prepare()
+            after[kind] = []
+            for k in range(3):
+                parts.loop.cycle(k)
+                after[kind].append(values(parts, "student"))
+    for a, b in (("base", "current"), ("base", "ema"), ("current", "ema")):
+        for k, same in ((0, True), (2, False)):
+            pairs = zip(after[a][k], after[b][k], strict=True)
+            assert all(torch.allclose(x, y, rtol=0, atol=1e-6) for x, y in pairs) == same, (a, b, k)
+
+
+def test_an_impossible_decay_is_told():
+    with pytest.raises(PastError, match=r"method\.ema_decay"):
+        config.load("embedded/opsd_ema", ["method.ema_decay=1.0"])
+
+
+class Stop(Quiet):
+    """Raises at one point of a run."""
+
+    def __init__(self, cycle: int):
+        super().__init__()
+        self._cycle = cycle
+
+    def phase(self, cycle: int, name: str) -> None:
+        if (cycle, name) == (self._cycle, "publish"):
+            raise InterruptedError
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Everything a run keeps but its timings."""
+    found = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "timings.jsonl")
+    return {str(p.relative_to(folder)): p.read_bytes() for p in found}
+
+
+@pytest.mark.parametrize(("recipe", "cycle"), [("opsd", 2), ("opsd_current", 2), ("opsd_ema", 1), ("opsd_ema", 2)])
+def test_a_resumed_run_keeps_the_bits_of_an_unbroken_one(tmp_path: Path, small_recipe, recipe: str, cycle: int):
+    made = small_recipe(f"embedded/{recipe}", "run.checkpoint_every=2", "evaluation.at=[1.0]")
+    train(made, tmp_path / "unbroken", False, Quiet())
+    with pytest.raises(InterruptedError):
+        train(made, tmp_path / "broken", False, Stop(cycle))
+    assert train(made, tmp_path / "broken", True, Quiet()).finished
+    assert files(tmp_path / "broken") == files(tmp_path / "unbroken")

@@ -64,6 +64,7 @@ def test_identity_follows_the_content(tmp_path: Path):
         return jsonl.build(jsonl.Options(train=str(path), evaluation={"e": str(path)})).identity
 
     assert identity(GOOD) == identity(GOOD) != identity(GOOD | {"solution": "hence 2"})
+    assert identity(GOOD | {"hint": "add"}) != identity(GOOD | {"hint": "count"})
 
 
 def test_the_shared_files_are_readable(shared: Path):

@@ -1,0 +1,205 @@
+"""The `past` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from past_opsd import __version__, config
+from past_opsd.types import PastError
+
+Run = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point: a user's mistake is one message and exit code 2, never a stack trace."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(words[0] if words else "")
+    args = parser.parse_args(words)
+    if args.run is None:
+        parser.print_help()
+        return 2
+    try:
+        return args.run(args)
+    except PastError as error:
+        print(f"past: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("past: interrupted; the last complete checkpoint is untouched", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 141
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    """All commands; what a command alone needs is imported only when it is the one given."""
+    parser = argparse.ArgumentParser(
+        prog="past", description="On-policy self-distillation with PAST and its baselines."
+    )
+    parser.add_argument("--version", action="version", version=f"past-opsd {__version__}")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
+
+    _command(commands, "recipes", "list the shipped recipes", _recipes)
+
+    show = _command(commands, "show", "print a recipe in full, every field explained", _show)
+    _recipe_arguments(show)
+
+    look = _command(commands, "inspect", "print what student and teacher read for one example", _inspect)
+    _recipe_arguments(look)
+    look.add_argument("--index", type=int, default=0, help="which training example (default 0)")
+    look.add_argument("--dry", action="store_true", help="load no weights; the reference stands in for a response")
+
+    train = _command(commands, "train", "run a recipe", _train)
+    _recipe_arguments(train)
+    train.add_argument("--out", type=Path, help="run folder (default runs/RECIPE-SEED)")
+    train.add_argument("--resume", action="store_true", help="continue from the newest whole checkpoint")
+
+    evaluate = _command(commands, "eval", "Avg@k, pass@k and majority@k of the base or of an adapter", _eval)
+    _recipe_arguments(evaluate)
+    evaluate.add_argument("--adapter", type=Path, help="checkpoint or PEFT folder (default: the bare base model)")
+    evaluate.add_argument("--out", type=Path, help="write the outcomes as JSON")
+
+    compare = _command(commands, "compare", "run a suite of recipes over seeds; tables with paired intervals", _compare)
+    compare.add_argument("--suite", default="main", help="which suite (default main; a wrong name lists them)")
+    compare.add_argument("--family", default="embedded", help="recipe folder of the suite (default embedded)")
+    compare.add_argument("--seeds", default="17,29,43", help="training seeds, comma-separated (default 17,29,43)")
+    compare.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default runs/compare)")
+    compare.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one per core)")
+    compare.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override")
+
+    demo = _command(commands, "demo", "Vanilla OPSD and PAST on the embedded default, with a table", _demo)
+    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder, made anew (default runs/demo)")
+    demo.add_argument("--seeds", default="17,29,43", help="training seeds, comma-separated (default 17,29,43)")
+    demo.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override")
+
+    verify = _command(commands, "verify", "grade a JSONL file of {gold, prediction} rows", None)
+    benches = _command(commands, "bench", "measure this package beside its peers", None).add_subparsers(metavar="WHAT")
+    divergence = _command(benches, "divergence", "full-vocabulary loss: error, memory, speed", None)
+    if command == "verify":
+        from past_opsd.verifiers import grade
+
+        grade.add_arguments(verify)
+        verify.set_defaults(run=grade.run)
+    elif command == "bench":
+        from past_opsd import bench
+
+        bench.add_arguments(divergence)
+        divergence.set_defaults(run=bench.run)
+    return parser
+
+
+def _command(commands: argparse._SubParsersAction, name: str, summary: str, run: Run | None) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=summary, description=summary)
+    if run is not None:
+        parser.set_defaults(run=run)
+    return parser
+
+
+def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="a shipped recipe (see 'past recipes') or a .toml file")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override, e.g. run.cycles=20"
+    )
+
+
+def _recipes(args: argparse.Namespace) -> int:
+    names = config.shipped()
+    width = max(len(n) for n in names)
+    for name in names:
+        print(f"{name:{width}s}  {config.load(name).description}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    print(config.to_toml(config.load(args.recipe, args.overrides)), end="")
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    recipe = config.load(args.recipe, args.overrides)
+    from rich.console import Console
+
+    from past_opsd.inspect import inspect
+
+    inspect(Console(), recipe, args.index, args.dry)
+    return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    recipe = config.load(args.recipe, args.overrides)
+    from rich.console import Console
+
+    from past_opsd import ui
+    from past_opsd.record import read_lines
+    from past_opsd.train import train
+
+    console = Console()
+    folder = args.out or Path("runs") / f"{recipe.name.replace('/', '-')}-{recipe.run.seed}"
+    with ui.TrainDisplay(console, recipe.name, recipe.run.cycles) as display:
+        outcome = train(recipe, folder, args.resume, display)
+    lines = read_lines(folder / "metrics.jsonl")
+    ui.closing(console, outcome, lines[-1] if lines else {}, recipe.evaluation.pass_k)
+    return 0 if outcome.finished else 130
+
+
+def _eval(args: argparse.Namespace) -> int:
+    recipe = config.load(args.recipe, args.overrides)
+    from rich.console import Console
+
+    from past_opsd import checkpoint, ui
+    from past_opsd.train import session
+
+    with session(recipe) as parts:
+        if args.adapter is not None:
+            checkpoint.load_adapter(parts.model, "student", args.adapter)
+            parts.loop.publish()
+        evaluation = parts.evaluate(0)
+    if args.out is not None:
+        evaluation.save(args.out)
+    ui.evaluated(Console(), evaluation, recipe.evaluation.pass_k)
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    seeds = _seeds(args.seeds)
+    from rich.console import Console
+
+    from past_opsd import suite, tables
+
+    console = Console()
+    chosen = suite.find(args.suite, args.family)
+    jobs = args.jobs or max(1, os.cpu_count() or 1)
+    suite.run_all(chosen, seeds, args.out, jobs, args.overrides, lambda text: console.print(text, highlight=False))
+    result = suite.results(chosen, suite.collect(chosen, seeds, args.out), seeds)
+    path = suite.save(args.out, result)
+    for sheet in tables.sheets(result):
+        console.print(tables.terminal(sheet))
+    console.print(f"{path}, .md, .tex", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(s) for s in text.split(",")]
+    except ValueError:
+        raise PastError(f"--seeds {text}: write whole numbers separated by commas, e.g. 17,29,43") from None
+
+
+def _demo(args: argparse.Namespace) -> int:
+    seeds = _seeds(args.seeds)
+    from rich.console import Console
+
+    from past_opsd.demo import demo
+
+    demo(Console(), args.out, seeds, args.overrides)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""`past demo`: Vanilla OPSD and PAST on the embedded default with equal student updates, and a table with intervals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from past_opsd import config, stats
+from past_opsd.evaluate import Evaluation
+from past_opsd.train import train
+from past_opsd.types import PastError
+from past_opsd.ui import TrainDisplay, interval
+
+METHODS = {"Vanilla OPSD": "embedded/opsd", "PAST": "embedded/past"}
+MARK = ".past-demo"
+
+
+def demo(
+    console: Console, folder: Path, seeds: Sequence[int], overrides: Sequence[str] = ()
+) -> dict[str, list[Evaluation]]:
+    """Train every method with every seed in a fresh `folder`, then print and save the table."""
+    if folder.exists() and not (folder / MARK).exists():
+        raise PastError(f"{folder} exists and is not a demo's; choose another --out")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / MARK).touch()
+    began = time.monotonic()
+    results: dict[str, list[Evaluation]] = {"Base": [], **{name: [] for name in METHODS}}
+    updates = 0
+    for seed in seeds:
+        for name, recipe_name in METHODS.items():
+            recipe = config.load(recipe_name, [f"run.seed={seed}", "evaluation.at=[0.0, 1.0]", *overrides])
+            run = folder / f"{recipe_name.replace('/', '-')}-{seed}"
+            with TrainDisplay(console, f"{name} {seed}", recipe.run.cycles) as display:
+                outcome = train(recipe, run, False, display)
+            if not outcome.finished:
+                raise KeyboardInterrupt
+            updates = recipe.run.cycles
+            results[name].append(outcome.evaluations[updates])
+            if name == "PAST":
+                results["Base"].append(outcome.evaluations[0])
+    console.print(table(results, updates, seeds))
+    gain = stats.paired_bootstrap(stack(results["PAST"]), stack(results["Vanilla OPSD"]))
+    console.print(f"PAST minus Vanilla OPSD: {interval(gain, sign=True)}", highlight=False)
+    _save(folder / "table.json", results)
+    console.print(f"{time.monotonic() - began:.0f} s; runs, rollouts and checkpoints: {folder}", highlight=False)
+    return results
+
+
+def stack(evaluations: Sequence[Evaluation]) -> dict[str, np.ndarray]:
+    """One method's outcomes over seeds, task -> [seeds, problems, k]."""
+    outcomes = [e.outcomes() for e in evaluations]
+    return {task: np.stack([o[task] for o in outcomes]) for task in outcomes[0]}
+
+
+def table(results: dict[str, list[Evaluation]], updates: int, seeds: Sequence[int]) -> Table:
+    """Avg@k per task, the macro average and the difference to the base, with paired 95 % intervals."""
+    first = results["Base"][0]
+    title = f"Avg@{first.samples} (%) after {updates} updates, seeds {', '.join(map(str, seeds))} [95 % interval]"
+    out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    out.add_column("Method")
+    for name in first.tasks:
+        out.add_column(name, justify="right")
+    out.add_column("Macro", justify="right")
+    out.add_column("minus Base", justify="right")
+    base = stack(results["Base"])
+    for name, evaluations in results.items():
+        outcomes = stack(evaluations)
+        tasks = [f"{100 * stats.avg_at_k(outcomes[t]):.1f}" for t in first.tasks]
+        difference = "" if name == "Base" else interval(stats.paired_bootstrap(outcomes, base), sign=True)
+        out.add_row(name, *tasks, interval(stats.bootstrap(outcomes)), difference)
+    return out
+
+
+def _save(path: Path, results: dict[str, list[Evaluation]]) -> None:
+    macro = {
+        name: [stats.macro({t: stats.avg_at_k(o) for t, o in e.outcomes().items()}) for e in runs]
+        for name, runs in results.items()
+    }
+    path.write_text(json.dumps(macro, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,236 @@
+"""`past compare`: a set of recipes over seeds, resumed where it was interrupted, and one table with paired intervals.
+
+A suite is a table of a recipe folder's `suites.toml`: a title, a reference row and the rows by label. Runs live in
+`OUT/runs/RECIPE-SEED`, are shared by suites, and are made by `past train --resume` in processes of their own, so a kill
+of any process costs at most the cycles since a checkpoint. Results and tables follow from the runs' files alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from past_opsd import config, stats
+from past_opsd.config import Recipe
+from past_opsd.evaluate import Evaluation
+from past_opsd.record import read_lines
+from past_opsd.train import evaluation_steps
+from past_opsd.types import PastError
+
+DIAGNOSTICS = {
+    "teacher_success": "failed/success",
+    "compatibility_kl": "teacher/stay/kl",
+    "mixed": "failed/mixed",
+    "all_success": "failed/all_success",
+    "skipped": "failed/skipped",
+    "retried": "failed/retried",
+}
+COSTS = (
+    "student_samples",
+    "student_tokens",
+    "teacher_samples",
+    "teacher_tokens",
+    "phase1_samples",
+    "phase1_tokens",
+    "verifier_calls",
+)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Rows to compare: label -> recipe."""
+
+    name: str
+    title: str
+    reference: str
+    rows: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row's runs over seeds."""
+
+    label: str
+    recipe: str
+    evaluations: list[dict[int, Evaluation]]  # by seed: step -> evaluation
+    costs: dict[str, float]
+    diagnostics: dict[str, float]
+
+    def outcomes(self, step: int) -> dict[str, np.ndarray]:
+        """Task -> [seeds, problems, k] at a boundary."""
+        runs = [by_step[step].outcomes() for by_step in self.evaluations]
+        return {task: np.stack([run[task] for run in runs]) for task in runs[0]}
+
+
+def suites(family: str) -> dict[str, Suite]:
+    """The suites of a shipped recipe folder, by name."""
+    path = config.SHIPPED / family / "suites.toml"
+    if not path.is_file():
+        known = sorted(p.parent.name for p in config.SHIPPED.glob("*/suites.toml"))
+        raise PastError(f"no suites for '{family}'; recipe folders with suites: {', '.join(known)}")
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    return {name: Suite(name, t["title"], t["reference"], dict(t["rows"])) for name, t in tables.items()}
+
+
+def find(name: str, family: str) -> Suite:
+    """A suite by name."""
+    known = suites(family)
+    if name not in known:
+        raise PastError(f"no suite '{name}' in '{family}'; known are {', '.join(known)}")
+    return known[name]
+
+
+def run_folder(out: Path, recipe: str, seed: int) -> Path:
+    """Where a row's run lives."""
+    return out / "runs" / f"{recipe.replace('/', '-')}-{seed}"
+
+
+def is_done(folder: Path, recipe: Recipe) -> bool:
+    """Whether a run reached its last boundary and has all its evaluations."""
+    wanted = [folder / "evaluations" / f"step-{step:05d}.json" for step in evaluation_steps(recipe)]
+    last = folder / "checkpoints" / f"checkpoint-{recipe.run.cycles:05d}"
+    return last.is_dir() and all(path.is_file() for path in wanted)
+
+
+def run_all(
+    suite: Suite, seeds: Sequence[int], out: Path, jobs: int, overrides: Sequence[str], tell: Callable[[str], None]
+) -> None:
+    """Make every run that is not there yet, `jobs` at a time; a failed run stops the suite with its own message."""
+    waiting = []
+    for seed in seeds:
+        for recipe in dict.fromkeys(suite.rows.values()):
+            settings = [f"run.seed={seed}", *overrides]
+            folder = run_folder(out, recipe, seed)
+            if not is_done(folder, config.load(recipe, settings)):
+                waiting.append((recipe, seed, folder, settings))
+    total, done, began = len(waiting), 0, time.monotonic()
+    running: list[tuple[subprocess.Popen[str], str, int, float]] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                recipe, seed, folder, settings = waiting.pop(0)
+                running.append((_start(recipe, folder, settings), recipe, seed, time.monotonic()))
+            ended = [item for item in running if item[0].poll() is not None]
+            for item in ended:
+                process, recipe, seed, since = item
+                running.remove(item)
+                _, errors = process.communicate()
+                if process.returncode != 0:
+                    raise PastError(f"{recipe}, seed {seed}: {errors.strip() or f'exit code {process.returncode}'}")
+                done += 1
+                left = (time.monotonic() - began) / done * (total - done)
+                tell(f"{done}/{total} {recipe} seed {seed}: {time.monotonic() - since:.0f} s, about {left:.0f} s left")
+            time.sleep(0.05)
+    finally:
+        for process, *_ in running:
+            process.terminate()
+            process.communicate()
+
+
+def _start(recipe: str, folder: Path, settings: Sequence[str]) -> subprocess.Popen[str]:
+    sets = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "past_opsd.cli", "train", recipe, "--out", str(folder), "--resume", *sets]
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def collect(suite: Suite, seeds: Sequence[int], out: Path) -> list[Row]:
+    """Read the runs of a suite."""
+    return [
+        _row(label, recipe, [run_folder(out, recipe, seed) for seed in seeds]) for label, recipe in suite.rows.items()
+    ]
+
+
+def _row(label: str, recipe: str, folders: Sequence[Path]) -> Row:
+    evaluations, costs, diagnostics = [], [], []
+    for folder in folders:
+        found = [Evaluation.load(path) for path in sorted((folder / "evaluations").glob("step-*.json"))]
+        evaluations.append({e.step: e for e in found})
+        metrics, timings = read_lines(folder / "metrics.jsonl"), read_lines(folder / "timings.jsonl")
+        seconds = sum(v for line in timings for k, v in line.items() if k not in ("cycle", "peak_mib"))
+        peak = max(line["peak_mib"] for line in timings)
+        steps = sum(line["student/stepped"] for line in metrics)
+        counted = {k: metrics[-1].get(f"cost/{k}", 0) for k in COSTS}
+        counted["verifier_calls"] += metrics[-1].get("cost/phase1_verifier_calls", 0)
+        measured = {"student_steps": steps, "seconds": seconds, "peak_mib": peak}
+        costs.append(counted | measured)
+        diagnostics.append(
+            {
+                name: float(np.mean(values))
+                for name, key in DIAGNOSTICS.items()
+                if (values := [line[key] for line in metrics if key in line])
+            }
+        )
+    return Row(label, recipe, evaluations, _means(costs), _means(diagnostics))
+
+
+def _means(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Key -> mean over the tables that have it."""
+    keys = list(dict.fromkeys(key for table in tables for key in table))
+    return {key: float(np.mean([t[key] for t in tables if key in t])) for key in keys}
+
+
+def results(suite: Suite, rows: Sequence[Row], seeds: Sequence[int]) -> dict[str, Any]:
+    """Everything the tables show, as plain data."""
+    reference = next(row for row in rows if row.label == suite.reference)
+    last = max(reference.evaluations[0])
+    first = min(reference.evaluations[0])
+    base = reference.outcomes(first)
+    out: dict[str, Any] = {
+        "suite": suite.name,
+        "title": suite.title,
+        "seeds": list(seeds),
+        "reference": suite.reference,
+        "samples": reference.evaluations[0][last].samples,
+        "updates": last,
+        "rows": [_scores("Base", base, reference.outcomes(last))],
+    }
+    for row in rows:
+        scores = _scores(row.label, row.outcomes(max(row.evaluations[0])), reference.outcomes(last))
+        curve = {step: _macro(row.outcomes(step)) for step in sorted(row.evaluations[0])}
+        by_seed = [_macro({t: o[i : i + 1] for t, o in row.outcomes(max(curve)).items()}) for i in range(len(seeds))]
+        extra = {"recipe": row.recipe, "curve": curve, "by_seed": by_seed, "costs": row.costs}
+        out["rows"].append(scores | extra | {"diagnostics": row.diagnostics})
+    return out
+
+
+def _macro(outcomes: Mapping[str, np.ndarray]) -> float:
+    return stats.macro({task: stats.avg_at_k(values) for task, values in outcomes.items()})
+
+
+def _scores(label: str, outcomes: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> dict[str, Any]:
+    def interval(unit: stats.Unit) -> list[float]:
+        found = stats.paired_bootstrap(outcomes, reference, unit=unit)
+        return [found.estimate, found.low, found.high]
+
+    own = stats.bootstrap(outcomes)
+    return {
+        "label": label,
+        "tasks": {task: stats.avg_at_k(values) for task, values in outcomes.items()},
+        "macro": [own.estimate, own.low, own.high],
+        "pass": stats.macro({task: stats.pass_at_k(values, values.shape[-1]) for task, values in outcomes.items()}),
+        "difference": interval("sample"),
+        "difference_by_problem": interval("problem"),
+    }
+
+
+def save(out: Path, result: Mapping[str, Any]) -> Path:
+    """Write `SUITE.json`, `SUITE.md` and `SUITE.tex`."""
+    from past_opsd import tables
+
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{result['suite']}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(tables.markdown(result), encoding="utf-8")
+    path.with_suffix(".tex").write_text(tables.latex(result), encoding="utf-8")
+    return path
