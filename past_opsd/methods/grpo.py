@@ -1,0 +1,102 @@
+"""GRPO: the student learns from the outcomes of several own responses to one problem; nobody teaches it.
+
+    A_g = (R_g - mean R) / (s_R + eps)                                               [eq:grpo-advantage-ratio]
+    L = mean over the responses of all groups of
+        -1/T_g sum_t min( rho A_g, clip(rho, 1 +- epsilon) A_g )                           [eq:grpo-objective]
+        + beta/T_g sum_t KL( pi(. | H_t) || p_0(. | H_t) )
+
+A group without spread has advantage zero and still counts in the mean, as in the paper's expectation. The reference
+penalty is optional; the reference is the initial policy (the bare base, adapters off).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from past_opsd.config import RolloutSection, Section
+from past_opsd.losses import Reinforce, Stay
+from past_opsd.methods import Method
+from past_opsd.prompts import Prompts
+from past_opsd.types import Attempt, Batch, PastError, Term, View, by_problem, group_advantages, mean, scale
+
+
+class Options(Section):
+    """GRPO on the student."""
+
+    epsilon: float = Field(0.2, gt=0, description="the ratio's clip; with one step per snapshot the ratio is 1")
+    advantage_eps: float = Field(1e-4, ge=0, description="added to the group's standard deviation")
+    beta: float = Field(0.0, ge=0, description="weight of the exact KL to the initial policy; 0 leaves it out")
+
+
+def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Grpo:
+    """The method; the policy gradient reads the student at its sampling temperature."""
+    if rollout.samples_per_problem < 2:
+        raise PastError(
+            "rollout.samples_per_problem = 1 leaves GRPO without a group to compare with: set it to 2 or more, e.g. 8"
+        )
+    if rollout.student.temperature == 0:
+        raise PastError("rollout.student.temperature = 0 draws the same response again and again: GRPO needs sampling")
+    return Grpo(options, rollout.student.temperature)
+
+
+class Grpo(Method):
+    """Group-relative policy gradient on the student's own responses."""
+
+    def __init__(self, options: Options, temperature: float):
+        self._options = options
+        self._temperature = temperature
+        self._shares: dict[str, float] = {}
+
+    def student_terms(self, batch: Batch) -> list[Term]:
+        """[eq:grpo-objective] over all groups; no terms where no group has spread and nothing else pulls."""
+        groups = by_problem(batch.attempts)
+        wins = [sum(a.verdict.correct for a in group) / len(group) for group in groups]
+        self._shares = {
+            "group/mixed": _share([0 < w < 1 for w in wins]),
+            "group/all_success": _share([w == 1 for w in wins]),
+            "group/all_failure": _share([w == 0 for w in wins]),
+        }
+        if not self._options.beta and not self._shares["group/mixed"]:
+            return []
+        return mean(terms for group in groups for terms in self._group(group))
+
+    def _group(self, group: Sequence[Attempt]) -> list[list[Term]]:
+        """The terms of each response."""
+        advantages = group_advantages([a.verdict.correct for a in group], self._options.advantage_eps)
+        return [
+            [self._reinforce(attempt, advantage), *self._stay(attempt)]
+            for attempt, advantage in zip(group, advantages, strict=True)
+        ]
+
+    def _reinforce(self, attempt: Attempt, advantage: float) -> Term:
+        return Term(
+            "reinforce",
+            live=attempt.view,
+            frozen=None,
+            tokens=attempt.response.tokens,
+            loss=Reinforce(advantage, self._options.epsilon),
+            temperature=self._temperature,
+        )
+
+    def _stay(self, attempt: Attempt) -> list[Term]:
+        """The optional penalty, on every response whatever its outcome."""
+        if not self._options.beta:
+            return []
+        term = Term(
+            "stay",
+            live=attempt.view,
+            frozen=View("base", attempt.view.prompt),
+            tokens=attempt.response.tokens,
+            loss=Stay(),
+            temperature=self._temperature,
+        )
+        return scale(self._options.beta, [term])
+
+    def metrics(self) -> dict[str, float]:
+        return dict(self._shares)
+
+
+def _share(flags: Sequence[bool]) -> float:
+    return sum(flags) / len(flags) if flags else 0.0

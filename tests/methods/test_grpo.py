@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import naive
+import pytest
+import torch
+from conftest import Quiet
+
+from past_opsd import config
+from past_opsd.config import Recipe
+from past_opsd.losses import Reinforce, Stay
+from past_opsd.methods.grpo import Grpo
+from past_opsd.model import Model
+from past_opsd.train import Session, session, train
+from past_opsd.types import Attempt, Batch, PastError, Problem, Response, Verdict, View, route
+
+PROMPT = (1, 2, 3)
+
+
+def method(*overrides: str) -> Grpo:
+    recipe = config.load("embedded/grpo", overrides)
+    return config.plugin("method", "grpo").build(recipe.method, None, recipe.rollout)
+
+
+def batch(*groups: str) -> Batch:
+    """One problem per string, one response per character: '1' is a success."""
+    attempts = []
+    for i, outcomes in enumerate(groups):
+        problem = Problem(f"p{i}", "x", "z", "4")
+        for j, outcome in enumerate(outcomes):
+            response = Response((i, j), f"{i}.{j}", (0.0, 0.0), True)
+            attempts.append(Attempt(problem, View("student", PROMPT), response, Verdict(outcome == "1", "")))
+    return route(attempts)
+
+
+def test_a_response_is_compared_with_its_own_problems_group():
+    """Routing mixes the groups' order; each response must still meet the advantage of its own group."""
+    terms = method("method.advantage_eps=0").student_terms(batch("1000", "0111"))
+    advantages = {term.tokens: term.loss.advantage for term in terms}  # pyright: ignore[reportFunctionMemberAccess]
+    # Rewards 1, 0, 0, 0: mean 1/4, sample standard deviation 1/2.
+    first, second = [1.5, -0.5, -0.5, -0.5], [-1.5, 0.5, 0.5, 0.5]
+    expected = {(0, j): a for j, a in enumerate(first)} | {(1, j): a for j, a in enumerate(second)}
+    assert advantages == pytest.approx(expected)
+    for term in terms:
+        assert (term.name, term.live, term.frozen) == ("reinforce", View("student", PROMPT), None)
+        assert term.weight == pytest.approx(1 / 8)
+
+
+def test_a_group_without_spread_counts_in_the_mean_with_advantage_zero():
+    terms = method().student_terms(batch("10", "11", "00"))
+    assert [t.weight for t in terms] == pytest.approx([1 / 6] * 6)
+    zero = {t.tokens for t in terms if t.loss.advantage == 0.0}  # pyright: ignore[reportFunctionMemberAccess]
+    assert zero == {(1, 0), (1, 1), (2, 0), (2, 1)}
+
+
+def test_without_any_spread_there_is_nothing_to_step_on():
+    made = method()
+    assert made.student_terms(batch("11", "00")) == []
+    assert made.student_terms(batch()) == []
+
+
+def test_the_penalty_pulls_on_every_response_whatever_its_outcome():
+    made = method("method.beta=0.1", "method.epsilon=0.3", "rollout.student.temperature=1.2")
+    terms = made.student_terms(batch("11", "10"))
+    assert [t.name for t in terms] == ["reinforce", "stay"] * 4
+    for term in terms:
+        assert term.temperature == 1.2
+        if term.name == "stay":
+            assert (term.frozen, term.loss) == (View("base", PROMPT), Stay(math.inf))
+            assert term.weight == pytest.approx(0.1 / 4)
+        else:
+            assert isinstance(term.loss, Reinforce)
+            assert term.loss.epsilon == 0.3
+    assert [t.name for t in made.student_terms(batch("11"))].count("stay") == 2
+
+
+def test_the_log_says_how_many_groups_had_spread():
+    made = method()
+    made.student_terms(batch("10", "11", "00", "01"))
+    assert made.metrics() == {"group/mixed": 0.5, "group/all_success": 0.25, "group/all_failure": 0.25}
+    made.student_terms(batch())
+    assert set(made.metrics().values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.samples_per_problem=1", r"rollout\.samples_per_problem = 1"),
+        ("rollout.student.temperature=0.0", r"rollout\.student\.temperature = 0"),
+    ],
+)
+def test_what_makes_groups_meaningless_is_told(override: str, message: str):
+    with pytest.raises(PastError, match=message):
+        method(override)
+
+
+def test_budgets_of_the_shipped_recipes():
+    """Rollouts an update: as many as the other rows', eight times as many in the row that says so."""
+    counts = {}
+    for name in ("embedded/grpo", "embedded/grpo_full", "embedded/past", "paper/grpo"):
+        recipe = config.load(name)
+        counts[name] = (recipe.rollout.problems_per_cycle, recipe.rollout.samples_per_problem, recipe.run.cycles)
+    assert counts == {
+        "embedded/grpo": (1, 8, 50),
+        "embedded/grpo_full": (8, 8, 50),
+        "embedded/past": (8, 1, 50),
+        "paper/grpo": (4, 8, 100),
+    }
+
+
+def stirred(parts: Session) -> None:
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in parts.model.parameters("student").values():
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+        parts.model.bump("student")
+    parts.loop.publish()
+
+
+def naive_loss(model: Model, attempts: Sequence[Attempt], temperature: float, beta: float, by_token: bool):
+    """GRPO in plain autograd, one sequence at a time; a group without spread adds exact zeros and is counted."""
+    sequences = []
+    for problem in {a.problem.id for a in attempts}:
+        group = [a for a in attempts if a.problem.id == problem]
+        rewards = [float(a.verdict.correct) for a in group]
+        average = sum(rewards) / len(group)
+        spread = math.sqrt(sum((r - average) ** 2 for r in rewards) / (len(group) - 1))
+        for a, reward in zip(group, rewards, strict=True):
+            y, prompt = a.response.tokens, a.view.prompt
+            live = (naive.logp(model, "student", prompt, y, grad=True) / temperature).log_softmax(-1)
+            base = (naive.logp(model, "base", prompt, y, grad=False) / temperature).log_softmax(-1)
+            chosen = live[torch.arange(len(y)), torch.tensor(y)]
+            ratio = (chosen - chosen.detach()).exp()
+            advantage = (reward - average) / (spread + 1e-4)
+            policy = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            sequences.append(beta * naive.exact_kl(live, base) - policy)
+    if by_token:
+        return torch.cat(sequences).mean()
+    return torch.stack([s.mean() for s in sequences]).mean()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "beta", "reduction"), [(1.0, 0.0, "sequence"), (1.3, 0.5, "sequence"), (1.0, 0.0, "token")]
+)
+def test_one_cycle_equals_an_independent_naive_implementation(
+    small_recipe, temperature: float, beta: float, reduction: str
+):
+    # A large epsilon makes AdamW's step follow the gradient's size, so that a wrong scale shows.
+    overrides = ["learner.student.eps=1.0", "learner.student.lr=1.0", "learner.student.max_grad_norm=1e9"]
+    overrides += [f"rollout.student.temperature={temperature}", f"method.beta={beta}"]
+    overrides += [f"learner.reduction='{reduction}'", "rollout.samples_per_problem=4"]
+    recipe = small_recipe("embedded/grpo", *overrides)
+    with session(recipe) as mine, session(recipe) as other:
+        stirred(mine)
+        stirred(other)
+        cycle = mine.loop.cycle(0)
+        assert 0 < cycle.metrics["group/mixed"] < 1
+        assert len(cycle.batch.attempts) == 24
+        loss = naive_loss(other.model, cycle.batch.attempts, temperature, beta, reduction == "token")
+        parameters = other.model.parameters("student")
+        grads = torch.autograd.grad(loss, list(parameters.values()))
+        with torch.no_grad():
+            for parameter, g in zip(parameters.values(), grads, strict=True):
+                parameter.sub_(g / (g.abs() + 1.0))
+        for name, value in parameters.items():
+            torch.testing.assert_close(mine.model.parameters("student")[name], value, atol=2e-6, rtol=1e-3)
+        assert mine.model.versions["teacher"] == 0
+
+
+def test_a_cycle_without_spread_takes_no_step(small_recipe):
+    recipe = small_recipe("embedded/grpo", "rollout.student.max_new_tokens=1")  # every response is cut: all fail
+    with session(recipe) as parts:
+        before = parts.model.digest("student")
+        cycle = parts.loop.cycle(0)
+        assert cycle.metrics["group/all_failure"] == 1.0
+        assert cycle.metrics["student/stepped"] == 0.0
+        assert parts.model.digest("student") == before
+        assert parts.learner.steps == {"student": 0, "teacher": 0}
+
+
+class Stop(Quiet):
+    """Raises at one point of a run."""
+
+    def __init__(self, cycle: int):
+        super().__init__()
+        self._cycle = cycle
+
+    def phase(self, cycle: int, name: str) -> None:
+        if (cycle, name) == (self._cycle, "publish"):
+            raise InterruptedError
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Everything a run keeps but its timings."""
+    found = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "timings.jsonl")
+    return {str(p.relative_to(folder)): p.read_bytes() for p in found}
+
+
+@pytest.mark.parametrize("cycle", [1, 2])
+def test_a_resumed_run_keeps_the_bits_of_an_unbroken_one(tmp_path: Path, small_recipe, cycle: int):
+    recipe: Recipe = small_recipe("embedded/grpo", "run.checkpoint_every=2", "evaluation.at=[1.0]", "method.beta=0.01")
+    train(recipe, tmp_path / "unbroken", False, Quiet())
+    with pytest.raises(InterruptedError):
+        train(recipe, tmp_path / "broken", False, Stop(cycle))
+    assert train(recipe, tmp_path / "broken", True, Quiet()).finished
+    assert files(tmp_path / "broken") == files(tmp_path / "unbroken")

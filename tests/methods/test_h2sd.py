@@ -1,0 +1,409 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import naive
+import pytest
+import torch
+from conftest import Quiet
+
+from past_opsd import checkpoint, config
+from past_opsd.config import Sampling
+from past_opsd.lab import Work
+from past_opsd.learner import Path as LivePath
+from past_opsd.learner import Rows, job_key, stack_jobs
+from past_opsd.losses import ModulatedReinforce, Reinforce, Stay
+from past_opsd.methods.h2sd import H2sd
+from past_opsd.prompts import Prompts
+from past_opsd.record import read_lines
+from past_opsd.train import Session, differences, session, train
+from past_opsd.types import Adapter, Attempt, PastError, Problem, Response, Term, Verdict, View, route
+
+PROBLEM = Problem("p", "6*7*3*4", "2, 6, 4, \\boxed{4}", "4")
+OTHER = Problem("o", "1+2+3", "3, 6, \\boxed{6}", "6")
+GROUPS = ["rollout.problems_per_cycle=3", "rollout.samples_per_problem=4"]
+
+
+@pytest.fixture(scope="module")
+def h2sd(small_recipe) -> Iterator[Session]:
+    """H2SD assembled, its hints not made."""
+    with session(small_recipe("embedded/h2sd", *GROUPS)) as parts:
+        yield parts
+
+
+def method(parts: Session, *overrides: str) -> H2sd:
+    recipe = config.load("embedded/h2sd", overrides)
+    return config.plugin("method", "h2sd").build(recipe.method, parts.loop.prompts, recipe.rollout)
+
+
+def attempt(parts: Session, correct: bool, text: str = "6*7=2; \\boxed{2}", problem: Problem = PROBLEM) -> Attempt:
+    tokens = parts.loop.prompts.encode(text)
+    view = View("student", parts.loop.prompts.student(problem))
+    return Attempt(problem, view, Response(tokens, text, (0.0,) * len(tokens), True), Verdict(correct, "x"))
+
+
+def group(parts: Session, outcomes: Sequence[int], problem: Problem = PROBLEM) -> list[Attempt]:
+    return [attempt(parts, bool(r), f"6*7={i}; \\boxed{{{i}}}", problem) for i, r in enumerate(outcomes)]
+
+
+def summary(terms: Sequence[Term]) -> list[tuple[str, float]]:
+    return sorted((t.name, round(t.weight, 9)) for t in terms)
+
+
+# The objective.
+
+
+def test_the_outcome_chooses_view_and_objective(h2sd: Session):
+    made, prompts = method(h2sd), h2sd.loop.prompts
+    made.restore(made.state() | {"hints": {"p": "6*7=2; 2*3=6; "}})
+    attempts = group(h2sd, [1, 0, 0, 0])
+    terms = made.student_terms(route(attempts))
+    by_tokens = {t.tokens: t for t in terms}
+    assert len(by_tokens) == len(terms) == 4
+    # Rewards 1, 0, 0, 0: mean 1/4, sample standard deviation 1/2.
+    advantage = 0.75 / (0.5 + 1e-4)
+    for a in attempts:
+        term = by_tokens[a.response.tokens]
+        assert term.live == View("student", prompts.student(PROBLEM))
+        assert term.frozen == made.teacher_view(a)
+        assert term.weight == pytest.approx(1 / 4)
+        if a.verdict.correct:
+            assert term.frozen == View("base", prompts.rephrase(PROBLEM, a.response.text))
+            assert (term.name, term.loss) == ("modulated", ModulatedReinforce(pytest.approx(advantage), 0.5, 0.2, 0.2))
+        else:
+            assert term.frozen == View("base", prompts.hint(PROBLEM, "6*7=2; 2*3=6; "))
+            assert (term.name, term.loss) == ("distill", Stay(math.inf))
+    assert made.teacher_terms(route(attempts), []) == []
+
+
+def test_groups_are_averaged_first_and_then_problems(h2sd: Session):
+    batch = route([*group(h2sd, [1, 0]), *group(h2sd, [0, 0, 0, 1], OTHER)])
+    terms = method(h2sd).student_terms(batch)
+    expected = [("distill", 0.25), ("modulated", 0.25), *[("distill", 0.125)] * 3, ("modulated", 0.125)]
+    assert summary(terms) == sorted(expected)
+
+
+def test_a_group_of_successes_adds_nothing_and_counts_in_the_mean(h2sd: Session):
+    made = method(h2sd)
+    assert made.student_terms(route(group(h2sd, [1, 1]))) == []
+    terms = made.student_terms(route([*group(h2sd, [1, 1]), *group(h2sd, [0, 1], OTHER)]))
+    assert summary(terms) == [("distill", 0.25), ("modulated", 0.25)]
+    assert made.metrics()["group/all_success"] == made.metrics()["group/mixed"] == 0.5
+
+
+def test_a_group_of_failures_is_distilled(h2sd: Session):
+    made = method(h2sd, "method.punish_failures=true")
+    assert summary(made.student_terms(route(group(h2sd, [0, 0])))) == [("distill", 0.5), ("distill", 0.5)]
+    assert made.metrics()["group/all_failure"] == 1.0
+
+
+def test_the_uncertain_choices_are_options(h2sd: Session):
+    batch = route(group(h2sd, [1, 0]))
+    made = method(h2sd, "method.alpha_fail=0.3", "method.tau=1.0", "method.temperature=1.5")
+    terms = {t.name: t for t in made.student_terms(batch)}
+    assert terms["distill"].weight == pytest.approx(0.15)
+    assert terms["distill"].loss == Stay(1.0)
+    assert (terms["distill"].temperature, terms["modulated"].temperature) == (1.5, 1.0)
+    assert summary(method(h2sd, "method.alpha_fail=0.0").student_terms(batch)) == [("modulated", 0.5)]
+    terms = method(h2sd, "method.punish_failures=true", "rollout.student.temperature=1.1").student_terms(batch)
+    punish = next(t for t in terms if t.name == "punish")
+    assert punish.loss == Reinforce(pytest.approx(-0.5 / (math.sqrt(0.5) + 1e-4)), 0.2)
+    assert (punish.frozen, punish.temperature, punish.weight) == (None, 1.1, 0.5)
+
+
+def test_the_modulation_fades(h2sd: Session):
+    made = method(h2sd, "method.strength=0.8", "method.strength_cycles=4")
+    seen = []
+    for _ in range(6):
+        (term,) = (t for t in made.student_terms(route(group(h2sd, [1, 0]))) if t.name == "modulated")
+        seen.append(term.loss.strength)  # pyright: ignore[reportFunctionMemberAccess]
+        made.end_cycle([])
+    assert seen == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0, 0.0])
+    constant = method(h2sd, "method.strength=0.8", "method.strength_cycles=0")
+    constant.end_cycle([])
+    assert constant.strength == 0.8
+
+
+def test_modulated_terms_of_different_advantages_share_a_call():
+    losses = [ModulatedReinforce(a, 0.4, 0.3) for a in (1.5, -0.5)]
+    assert job_key(losses[0]) == job_key(losses[1]) != job_key(ModulatedReinforce(1.5, 0.39, 0.3))
+    assert job_key(losses[0]) != job_key(Reinforce(1.5))
+    view = View("student", (1,))
+    terms = [Term("modulated", view, view, (5,) * n, loss) for n, loss in zip((2, 3), losses, strict=True)]
+    rows = [Rows(LivePath(view, t.tokens), 0, None, [(t, 1.0)]) for t in terms]
+    _, (job,) = stack_jobs(rows, torch.device("cpu"))
+    assert isinstance(job.loss, ModulatedReinforce)
+    assert torch.as_tensor(job.loss.advantage).tolist() == [1.5, 1.5, -0.5, -0.5, -0.5]
+    assert (job.loss.strength, job.loss.width) == (0.4, 0.3)
+
+
+# Hints.
+
+
+@dataclass
+class Bench:
+    """Tools that answer as told and keep what they were asked."""
+
+    prompts: Prompts
+    problems: Sequence[Problem]
+    answer: Callable[[Problem, int], tuple[str, bool]]
+    seed: int = 17
+    max_context: int = 256
+    asked: list[list[Work]] = field(default_factory=list)
+    samplings: list[Sampling] = field(default_factory=list)
+
+    def attempt(self, work: Sequence[Work], sampling: Sampling) -> list[Attempt]:
+        self.asked.append(list(work))
+        self.samplings.append(sampling)
+        made = []
+        for w in work:
+            text, correct = self.answer(w.problem, len(self.asked) - 1)
+            made.append(Attempt(w.problem, w.view, Response((5, 6, 7), text, (0.0,) * 3, True), Verdict(correct, "x")))
+        return made
+
+    def step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]:
+        raise AssertionError("hints take no step")
+
+    def copy(self, source: Adapter, target: Adapter) -> None:
+        raise AssertionError("hints move no adapter")
+
+    def reset(self, adapter: Adapter) -> None:
+        raise AssertionError("hints move no adapter")
+
+
+def hinted(parts: Session, made: H2sd, problem: Problem) -> str:
+    """The hint in the teacher's view of a failure."""
+    text = parts.model.tokenizer.decode(made.teacher_view(attempt(parts, False, problem=problem)).prompt)
+    return text.partition("Reference: ")[2].partition("<|end|>")[0]
+
+
+def test_only_a_verified_hint_is_taken_and_tries_are_few(h2sd: Session):
+    """The first try fails on both, the second on one; the third problem's hint never verifies."""
+    third = replace(PROBLEM, id="t")
+    made = method(h2sd, "method.hint_tries=3")
+
+    def answer(problem: Problem, n: int) -> tuple[str, bool]:
+        right = {"p": 1, "o": 2}.get(problem.id, 99)
+        return f"{n}, ", n >= right
+
+    bench = Bench(h2sd.loop.prompts, [PROBLEM, OTHER, third], answer)
+    made.prepare(bench)
+    assert [[w.problem.id for w in round_] for round_ in bench.asked] == [["p", "o", "t"], ["p", "o", "t"], ["o", "t"]]
+    assert hinted(h2sd, made, PROBLEM) == "1,"
+    assert hinted(h2sd, made, OTHER) == "2,"
+    assert hinted(h2sd, made, third) == PROBLEM.solution
+    for w in (w for round_ in bench.asked for w in round_):
+        assert w.view == View("base", h2sd.loop.prompts.write_hint(w.problem))
+    seeds = [w.seed for round_ in bench.asked for w in round_]
+    assert len(set(seeds)) == len(seeds)
+    assert bench.samplings == [config.load("embedded/h2sd").rollout.teacher] * 3
+    counts = {k: v for k, v in made.metrics().items() if k.startswith(("hints/", "cost/"))}
+    assert counts == {
+        "hints/own": 2,
+        "hints/column": 0,
+        "hints/fallback": 1,
+        "cost/phase1_samples": 8,
+        "cost/phase1_tokens": 24,
+        "cost/phase1_verifier_calls": 8,
+    }
+
+
+def test_a_request_that_does_not_fit_is_not_sent_and_falls_back(h2sd: Session):
+    made = method(h2sd)
+    bench = Bench(h2sd.loop.prompts, [PROBLEM], lambda problem, n: ("2, 6, 4, \\boxed{4}", True), max_context=40)
+    made.prepare(bench)
+    assert all(not work for work in bench.asked)
+    assert made.metrics()["hints/fallback"] == 1
+
+
+def test_a_column_is_taken_as_it_is_and_asks_nobody(h2sd: Session):
+    given = replace(PROBLEM, extra={"hint": "2, 6, "})
+    blank = replace(OTHER, extra={"hint": " "})
+    bench = Bench(h2sd.loop.prompts, [given, blank], lambda problem, n: ("3, ", True))
+    made = method(h2sd, "method.hint_limit=1")
+    made.prepare(bench)
+    assert [w.problem.id for round_ in bench.asked for w in round_] == ["o"]
+    assert hinted(h2sd, made, given) == "2, 6,"
+    assert made.metrics()["hints/column"] == made.metrics()["hints/own"] == 1
+    with pytest.raises(PastError, match=r"problem p: its hint must be a text, found \['2'\]"):
+        made.prepare(Bench(h2sd.loop.prompts, [replace(PROBLEM, extra={"hint": ["2"]})], lambda *_: ("", True)))
+
+
+def test_too_many_problems_without_hint_are_refused(h2sd: Session):
+    bench = Bench(h2sd.loop.prompts, [PROBLEM, OTHER], lambda *_: ("3, ", True))
+    with pytest.raises(PastError, match=r"2 training problems have no hint and method\.hint_limit is 1: raise it"):
+        method(h2sd, "method.hint_limit=1").prepare(bench)
+    assert bench.asked == []
+
+
+def test_thinking_is_no_part_of_a_hint(h2sd: Session):
+    made = method(h2sd)
+    made.prepare(Bench(h2sd.loop.prompts, [PROBLEM], lambda *_: ("<think>9, 9, </think>\n2, 6", True)))
+    assert made.state()["hints"] == {"p": "2, 6"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (256, "2, 6, 4, \\boxed{4}"),
+        (9, "2, 6, 4, \\boxed{4}"),
+        (8, "2, 6, 4, \\boxed{4 \\boxed{4}"),
+        (3, "2, 6 \\boxed{4}"),
+    ],
+)
+def test_the_fallback_is_the_references_beginning_and_the_answer(h2sd: Session, tokens: int, expected: str):
+    made = method(h2sd, "method.hint_tries=0", f"method.fallback_tokens={tokens}")
+    made.prepare(Bench(h2sd.loop.prompts, [PROBLEM], lambda *_: ("", False)))
+    assert made.state()["hints"] == {"p": expected}
+    assert made.metrics()["hints/fallback"] == 1
+    assert made.metrics()["cost/phase1_samples"] == 0
+
+
+def test_the_embedded_base_writes_hints_that_verify(small_recipe):
+    with session(small_recipe("embedded/h2sd", *GROUPS)) as parts:
+        parts.loop.prepare()
+        made, problems = parts.loop.method, parts.loop.problems
+        metrics, hints = made.metrics(), made.state()["hints"]
+        assert metrics["hints/own"] + metrics["hints/fallback"] == len(problems) == len(hints)
+        assert metrics["hints/own"] > 0.8 * len(problems)
+        assert len(problems) < metrics["cost/phase1_samples"] <= 4 * len(problems)
+        answers = [(p.answer, Response((), hints[p.id], (), True)) for p in problems]
+        assert all(v.correct for v in parts.loop.lab.verifier.verify(answers))
+        assert parts.learner.steps == {"student": 0, "teacher": 0}
+
+
+# The whole cycle.
+
+
+def stirred(parts: Session) -> None:
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in parts.model.parameters("student").values():
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+        parts.model.bump("student")
+    parts.loop.publish()
+
+
+def naive_loss(parts: Session, attempts: Sequence[Attempt], hints: dict[str, str], strength: float) -> torch.Tensor:
+    """The objective, response by response."""
+    prompts, model = parts.loop.prompts, parts.model
+    problems = sorted({a.problem.id for a in attempts})
+    total = torch.zeros(())
+    for name in problems:
+        members = [a for a in attempts if a.problem.id == name]
+        rewards = [float(a.verdict.correct) for a in members]
+        average, n = sum(rewards) / len(rewards), len(rewards)
+        spread = math.sqrt(sum((r - average) ** 2 for r in rewards) / (n - 1))
+        for a, reward in zip(members, rewards, strict=True):
+            y = a.response.tokens
+            live = naive.logp(model, "student", prompts.student(a.problem), y, grad=True)
+            if reward:
+                frozen = naive.logp(model, "base", prompts.rephrase(a.problem, a.response.text), y, grad=False)
+                advantage = (reward - average) / (spread + 1e-4)
+                loss = torch.zeros(())
+                for t, token in enumerate(y):
+                    change = math.exp(float(frozen[t, token]) - float(live[t, token].detach()))
+                    scaled = advantage * ((1 - strength) + strength * min(max(change, 0.8), 1.2))
+                    loss = loss - scaled * live[t, token] / len(y)
+            else:
+                frozen = naive.logp(model, "base", prompts.hint(a.problem, hints[name]), y, grad=False)
+                loss = naive.exact_kl(live, frozen).mean()
+            total = total + loss / (n * len(problems))
+    return total
+
+
+def test_one_cycle_equals_an_independent_naive_implementation(small_recipe):
+    overrides = ["learner.student.eps=1.0", "learner.student.lr=1.0", "learner.student.max_grad_norm=1e9"]
+    recipe = small_recipe("embedded/h2sd", *overrides, *GROUPS, "rollout.problems_per_cycle=5")
+    with session(recipe) as mine, session(recipe) as other:
+        stirred(mine)
+        stirred(other)
+        mine.loop.prepare()
+        batch = mine.loop.cycle(0).batch
+        kinds = mine.loop.method.metrics()
+        assert kinds["group/mixed"] > 0
+        assert len({sum(a.problem.id == p.id for a in batch.correct) for p in batch.problems}) > 1
+        loss = naive_loss(other, batch.attempts, mine.loop.method.state()["hints"], 0.5)
+        parameters = other.model.parameters("student")
+        grads = torch.autograd.grad(loss, list(parameters.values()))
+        with torch.no_grad():
+            for parameter, g in zip(parameters.values(), grads, strict=True):
+                parameter.sub_(g / (g.abs() + 1.0))
+        for name, value in parameters.items():
+            torch.testing.assert_close(mine.model.parameters("student")[name], value, atol=2e-6, rtol=1e-3)
+        assert mine.learner.steps == {"student": 1, "teacher": 0}
+
+
+class Stopping(Quiet):
+    """Ends the run in the middle of a cycle."""
+
+    def phase(self, cycle: int, name: str) -> None:
+        if (cycle, name) == (2, "distill"):
+            raise KeyboardInterrupt
+
+
+def fingerprint(folder: Path) -> dict[str, bytes]:
+    last = checkpoint.folder(folder, 3)
+    files = {str(p.relative_to(last)): p.read_bytes() for p in sorted(last.rglob("*")) if p.is_file()}
+    files["metrics"] = (folder / "metrics.jsonl").read_bytes()
+    for kind in ("rollouts", "evaluations"):
+        files |= {str(p.relative_to(folder)): p.read_bytes() for p in sorted((folder / kind).iterdir())}
+    return files
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_stopped_run_resumes_to_the_bits_of_an_unbroken_one(tmp_path: Path, small_recipe, every: int):
+    recipe = small_recipe("embedded/h2sd", *GROUPS, f"run.checkpoint_every={every}", "evaluation.at=[1.0]")
+    train(recipe, tmp_path / "whole", False, Quiet())
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, tmp_path / "broken", False, Stopping())
+    state = checkpoint.read_state(checkpoint.folder(tmp_path / "broken", 2))["method"]
+    assert (len(state["hints"]), state["cycle"]) == (60, 2)
+    assert train(recipe, tmp_path / "broken", True, Quiet()).finished
+    assert fingerprint(tmp_path / "broken") == fingerprint(tmp_path / "whole")
+    lines = read_lines(tmp_path / "broken" / "metrics.jsonl")
+    assert [line["modulation/strength"] for line in lines] == pytest.approx([0.49, 0.48, 0.47])
+    samples = {line["cost/phase1_samples"] for line in lines}
+    assert len(samples) == 1
+    assert min(samples) >= 60
+    assert lines[-1]["cost/student_samples"] == lines[-1]["cost/verifier_calls"] == 3 * 12
+
+
+# Recipes and misuse.
+
+
+def test_the_embedded_recipes_keep_to_the_vocabulary_and_the_budget(h2sd: Session):
+    made, prompts = method(h2sd), h2sd.loop.prompts
+    unknown = h2sd.model.tokenizer.convert_tokens_to_ids("<|unk|>")
+    for view in (
+        made.teacher_view(attempt(h2sd, True)).prompt,
+        made.teacher_view(attempt(h2sd, False)).prompt,
+        prompts.write_hint(PROBLEM),
+    ):
+        assert unknown not in view
+    wide, matched = (config.load(f"embedded/{n}") for n in ("h2sd", "h2sd_matched"))
+    assert (wide.rollout.problems_per_cycle, wide.rollout.samples_per_problem, wide.run.cycles) == (8, 8, 50)
+    assert matched.rollout.problems_per_cycle == 1
+    changed = differences(config.dump(wide), config.dump(matched))
+    assert {c.partition(":")[0] for c in changed} == {"name", "description", "rollout.problems_per_cycle"}
+    paper = config.load("paper/h2sd")
+    assert (paper.rollout.problems_per_cycle, paper.rollout.samples_per_problem, paper.run.cycles) == (4, 8, 100)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.samples_per_problem=1", "without a group to compare with"),
+        ("rollout.student.temperature=0.0", "H2SD needs sampling"),
+        ("prompts.rephrase=''", r"prompts\.rephrase is empty"),
+        ("prompts.hint=''", r"prompts\.hint is empty"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_runs(h2sd: Session, override: str, message: str):
+    recipe = config.load("embedded/h2sd", [override])
+    prompts = Prompts(h2sd.model.tokenizer, recipe.prompts)
+    with pytest.raises(PastError, match=message):
+        config.plugin("method", "h2sd").build(recipe.method, prompts, recipe.rollout)

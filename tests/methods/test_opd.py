@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import naive
+import pytest
+import torch
+
+from past_opsd.losses import GeneralizedJSD, Match
+from past_opsd.train import session
+from past_opsd.types import PastError, View
+
+
+def test_the_teacher_is_another_model_that_reads_what_the_student_reads(small_recipe):
+    with session(small_recipe("embedded/opd")) as parts:
+        batch = parts.loop.cycle(0).batch
+        for term, a in zip(parts.loop.method.student_terms(batch), batch.attempts, strict=True):
+            assert term.frozen == View("expert", parts.loop.prompts.student(a.problem))
+            assert term.loss == Match(1.0)
+        assert parts.learner.steps == {"student": 1, "teacher": 0}
+    with session(small_recipe("embedded/opd", "method.beta=0.5")) as parts:
+        assert parts.loop.method.student_terms(batch)[0].loss == GeneralizedJSD(0.5, 1.0)
+
+
+def test_one_cycle_equals_an_independent_naive_implementation(small_recipe):
+    overrides = ["learner.student.eps=1.0", "learner.student.lr=1.0", "learner.student.max_grad_norm=1e9"]
+    recipe = small_recipe("embedded/opd", *overrides)
+    with session(recipe) as mine, session(recipe) as other:
+        batch = mine.loop.cycle(0).batch
+        losses = []
+        for a in batch.attempts:
+            ids = torch.tensor([a.view.prompt + a.response.tokens])
+            with torch.no_grad():
+                logits = other.model.expert.network(input_ids=ids).logits[0, len(a.view.prompt) - 1 : -1]
+            live = naive.logp(other.model, "student", a.view.prompt, a.response.tokens, grad=True)
+            losses.append(naive.clipped_kl(logits.log_softmax(-1), live, 1.0).mean())
+        parameters = other.model.parameters("student")
+        grads = torch.autograd.grad(torch.stack(losses).mean(), list(parameters.values()))
+        with torch.no_grad():
+            for parameter, g in zip(parameters.values(), grads, strict=True):
+                parameter.sub_(g / (g.abs() + 1.0))
+        for name, value in parameters.items():
+            torch.testing.assert_close(mine.model.parameters("student")[name], value, atol=2e-6, rtol=1e-3)
+
+
+def test_without_an_expert_it_says_what_to_set(small_recipe):
+    recipe = small_recipe("embedded/past", "method.name='opd'")
+    with session(recipe) as parts, pytest.raises(PastError, match=r"set model\.expert"):
+        parts.loop.cycle(0)
+
+
+def test_an_expert_with_another_vocabulary_is_refused(small_recipe, tmp_path: Path):
+    import shutil
+
+    from past_opsd.tasks import embedded
+
+    shutil.copytree(embedded.model_path(), tmp_path / "other")
+    path = tmp_path / "other" / "tokenizer.json"
+    path.write_text(path.read_text(encoding="utf-8").replace('"+2"', '"+4"'), encoding="utf-8")
+    with (
+        pytest.raises(PastError, match="has another vocabulary"),
+        session(small_recipe("embedded/opd", f"model.expert='{tmp_path / 'other'}'")),
+    ):
+        pass
+
+
+def test_the_expert_is_part_of_a_runs_identity(small_recipe):
+    with session(small_recipe("embedded/opd")) as with_expert, session(small_recipe("embedded/past")) as without:
+        assert with_expert.identity["expert"].startswith("embedded-expert ")
+        assert without.identity["expert"] == "none"

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Quiet
+
+from past_opsd import config
+from past_opsd.losses import Imitate
+from past_opsd.train import session, train
+from past_opsd.types import Batch, PastError, Problem, View
+
+
+def test_the_student_imitates_the_reference_and_its_end_under_its_own_prompt(small_recipe):
+    with session(small_recipe("embedded/sft")) as parts:
+        problems = tuple(parts.loop.take(0))
+        terms = parts.loop.method.student_terms(Batch((), (), problems))
+        tokenizer = parts.model.tokenizer
+        assert len(terms) == 6
+        for term, problem in zip(terms, problems, strict=True):
+            assert (term.live, term.frozen) == (View("student", parts.loop.prompts.student(problem)), None)
+            assert term.loss == Imitate()
+            assert term.weight == pytest.approx(1 / 6)
+            assert tokenizer.decode(list(term.tokens[:-1])) == problem.solution
+            assert term.tokens[-1] == tokenizer.eos_token_id
+
+
+def test_a_cycle_samples_nothing_and_moves_the_student_alone(small_recipe, monkeypatch: pytest.MonkeyPatch):
+    with session(small_recipe("embedded/sft")) as parts:
+
+        def sample(*args: object) -> None:
+            raise AssertionError("SFT must not sample")
+
+        monkeypatch.setattr(parts.loop.lab.engine, "sample", sample)
+        cycle = parts.loop.cycle(0)
+        assert (cycle.batch.attempts, cycle.draws, cycle.dropped) == ((), [], 0)
+        assert cycle.batch.problems == tuple(parts.loop.take(0))
+        assert parts.learner.steps == {"student": 1, "teacher": 0}
+        assert parts.model.versions["teacher"] == 0
+
+
+def test_a_problem_that_comes_twice_counts_twice(small_recipe):
+    """An epoch's end and the next one's beginning may meet in one cycle."""
+    with session(small_recipe("embedded/sft")) as parts:
+        a, b = parts.loop.take(0)[:2]
+        terms = parts.loop.method.student_terms(Batch((), (), (a, b, a)))
+        assert sum(t.weight for t in terms if t.tokens == terms[0].tokens) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("reduction", ["sequence", "token"])
+def test_one_cycle_equals_an_independent_naive_implementation(small_recipe, reduction: str):
+    """Against the model library's own masked cross-entropy, one problem at a time."""
+    overrides = ["learner.student.eps=1.0", "learner.student.lr=1.0", "learner.student.max_grad_norm=1e9"]
+    recipe = small_recipe("embedded/sft", *overrides, f"learner.reduction='{reduction}'")
+    with session(recipe) as mine, session(recipe) as other:
+        model = other.model
+        stir(mine.model)
+        stir(model)
+        losses, lengths = [], []
+        model.activate("student")
+        parameters = model.parameters("student")
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        for problem in mine.loop.cycle(0).batch.problems:
+            prompt, solution = other.loop.prompts.student(problem), encoded(model, problem)
+            ids = torch.tensor([[*prompt, *solution]])
+            labels = torch.tensor([[-100] * len(prompt) + solution])
+            losses.append(model.peft(input_ids=ids, labels=labels).loss)
+            lengths.append(len(solution))
+        assert len(set(lengths)) > 1
+        weights = torch.tensor([n / sum(lengths) if reduction == "token" else 1 / len(lengths) for n in lengths])
+        grads = torch.autograd.grad((weights * torch.stack(losses)).sum(), list(parameters.values()))
+        with torch.no_grad():
+            for parameter, g in zip(parameters.values(), grads, strict=True):
+                parameter.sub_(g / (g.abs() + 1.0))
+        for name, value in parameters.items():
+            torch.testing.assert_close(mine.model.parameters("student")[name], value, atol=2e-6, rtol=1e-3)
+
+
+def stir(model) -> None:
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters("student").values():
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+    model.bump("student")
+
+
+def encoded(model, problem: Problem) -> list[int]:
+    return [*model.tokenizer.encode(problem.solution, add_special_tokens=False), model.tokenizer.eos_token_id]
+
+
+def test_samples_per_problem_has_no_meaning():
+    recipe = config.load("embedded/sft", ["rollout.samples_per_problem=8"])
+    with pytest.raises(PastError, match=r"rollout\.samples_per_problem = 8 has no meaning for SFT"):
+        config.plugin("method", "sft").build(recipe.method, None, recipe.rollout)
+
+
+class Stop(Quiet):
+    """Raises at one point of a run."""
+
+    def __init__(self, cycle: int):
+        super().__init__()
+        self._cycle = cycle
+
+    def phase(self, cycle: int, name: str) -> None:
+        if (cycle, name) == (self._cycle, "publish"):
+            raise InterruptedError
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Everything a run keeps but its timings."""
+    found = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "timings.jsonl")
+    return {str(p.relative_to(folder)): p.read_bytes() for p in found}
+
+
+@pytest.mark.parametrize("cycle", [1, 2])
+def test_a_resumed_run_keeps_the_bits_of_an_unbroken_one(tmp_path: Path, small_recipe, cycle: int):
+    recipe = small_recipe("embedded/sft", "run.checkpoint_every=2", "evaluation.at=[1.0]")
+    train(recipe, tmp_path / "unbroken", False, Quiet())
+    with pytest.raises(InterruptedError):
+        train(recipe, tmp_path / "broken", False, Stop(cycle))
+    assert train(recipe, tmp_path / "broken", True, Quiet()).finished
+    assert files(tmp_path / "broken") == files(tmp_path / "unbroken")
