@@ -139,7 +139,7 @@ def contestant(name: str) -> Callable[[Problem], Outcome | None]:
         return _trl_dense()
     if name == TRL_TILED:
         return _trl_tiled()
-    return lambda problem: _gemms(problem, len(problem.head) if name == GEMMS[0] else 2048 * torch.get_num_threads())
+    return lambda problem: _gemms(problem, len(problem.head) if name == GEMMS[0] else 2048)
 
 
 def _ours(implementation: Implementation, problem: Problem, tau: float) -> Outcome:

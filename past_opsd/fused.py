@@ -29,11 +29,11 @@ from past_opsd.losses import Entrywise, Imitate, Loss, MatchPlusCE, TokenWise, a
 from past_opsd.types import PastError
 
 Implementation = Literal["reference", "bf16", "chunked", "fused"]
-DEFAULT_BUDGET = 192 * 2**20
+DEFAULT_BUDGET = 224 * 2**20
 CLIP_ROWS = ("kl", "clipped", "removed", "dot", "norm_clipped", "norm_unclipped")
 
 # What a thread of `fused` touches at once, so that it stays in cache: bytes of a block of rows in the elementwise
-# pass, and entries of the head in a projection. Other devices take larger blocks and the whole head.
+# pass (larger on other devices), and entries of the head in a projection (all where the product itself is shared).
 _BLOCK_BYTES = 2**20
 _TILE = 2048
 _DEVICE_BLOCK_BYTES = 2**26
@@ -302,23 +302,33 @@ def _diagnose(loss: Entrywise, live_logp: Tensor, frozen_logp: Tensor, out: dict
 
 
 def _fused(heads: _Heads, rows: _Rows, budget: int) -> None:
-    """Per chunk: project, overwrite the live logits with the gradient block by block, project back."""
-    V, views = heads.live.shape[0], 1 if rows.frozen is None else 2
+    """Per chunk: project, overwrite logits with the gradient block by block, project back.
+
+    A chunk with a frozen view that does not fit whole goes in two halves through a buffer of one and a half chunks,
+    [z1 x1 -] and then [g1 x2 z2]; the second gradient goes where x2 was, so that one product takes both back.
+    """
+    row_bytes = heads.live.shape[0] * heads.live.dtype.itemsize
     logits = heads.live.new_empty(0)
-    for span in _chunks(len(rows), budget, views * V * heads.live.dtype.itemsize):
+    views = 1.0 if rows.frozen is None else 2.0 if 2 * len(rows) * row_bytes <= budget else 1.5
+    for span in _chunks(len(rows), budget, int(views * row_bytes)):
         chunk = rows.at(span)
+        n = len(chunk)
+        half = (n + 1) // 2 if views == 1.5 else n
         if not len(logits):
-            logits = heads.live.new_empty((views * len(chunk), V))
-        z, x = _project(heads, chunk, logits)
-        _elementwise(heads, chunk, z, x)
+            logits = heads.live.new_empty((n if rows.frozen is None else n + half, heads.live.shape[0]))
+        z, x = _project(heads, chunk.at(slice(0, half)), logits)
+        _elementwise(heads, chunk.at(slice(0, half)), z, x, out=z)
+        if half < n:
+            z, x = _project(heads, chunk.at(slice(half, n)), logits[half:], frozen_first=True)
+            _elementwise(heads, chunk.at(slice(half, n)), z, x, out=logits[half:n])
         if chunk.parts:
-            chunk.grad.copy_(torch.mm(z, heads.live)).div_(heads.temperature)
+            chunk.grad.copy_(torch.mm(logits[:n], heads.live)).div_(heads.temperature)
 
 
-def _elementwise(heads: _Heads, chunk: _Rows, z: Tensor, x: Tensor | None) -> None:
-    """`_block` on every block of the chunk, the blocks shared among as many threads as torch has.
+def _elementwise(heads: _Heads, chunk: _Rows, z: Tensor, x: Tensor | None, out: Tensor) -> None:
+    """`_block` on every block of rows, the blocks shared among as many threads as torch has.
 
-    Threads over blocks wait for each other once a chunk; threads inside each operation would wait thousands of times.
+    Threads over blocks wait for each other once; threads inside each operation would wait thousands of times.
     """
     n, V, on_cpu = len(chunk), heads.live.shape[0], z.device.type == "cpu"
     size = (_BLOCK_BYTES if on_cpu else _DEVICE_BLOCK_BYTES) // (V * heads.dtype.itemsize)
@@ -331,8 +341,8 @@ def _elementwise(heads: _Heads, chunk: _Rows, z: Tensor, x: Tensor | None) -> No
     def work(worker: int) -> None:
         with torch.no_grad():
             for at in blocks[worker::workers]:
-                live, frozen = z[at], None if x is None else x[at]
-                _block(heads, chunk.at(at), live, frozen, scratch[worker, :, : at.stop - at.start])
+                frozen = None if x is None else x[at]
+                _block(heads, chunk.at(at), z[at], frozen, out[at], scratch[worker, :, : at.stop - at.start])
 
     if workers == 1:
         work(0)
@@ -344,23 +354,28 @@ def _elementwise(heads: _Heads, chunk: _Rows, z: Tensor, x: Tensor | None) -> No
             torch.set_num_threads(threads)
 
 
-def _project(heads: _Heads, rows: _Rows, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Live and frozen logits, without bias and temperature, into one buffer."""
+def _project(heads: _Heads, rows: _Rows, logits: Tensor, frozen_first: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Live and frozen logits, without bias and temperature, one after the other in `logits`."""
     n, live = len(rows), rows.live.to(heads.live.dtype)
     if rows.frozen is None:
         _matmul(live, heads.live, logits[:n])
         return logits[:n], None
+    z, x = logits[:n], logits[n : 2 * n]
+    if frozen_first:
+        z, x = x, z
     if heads.frozen is heads.live:
         # One product for both views reads the head once.
-        _matmul(torch.cat((live, rows.frozen.to(live.dtype))), heads.live, logits[: 2 * n])
+        frozen = rows.frozen.to(live.dtype)
+        _matmul(torch.cat((frozen, live) if frozen_first else (live, frozen)), heads.live, logits[: 2 * n])
     else:
-        _matmul(live, heads.live, logits[:n])
-        _matmul(rows.frozen.to(heads.frozen.dtype), heads.frozen, logits[n : 2 * n])
-    return logits[:n], logits[n : 2 * n]
+        _matmul(live, heads.live, z)
+        _matmul(rows.frozen.to(heads.frozen.dtype), heads.frozen, x)
+    return z, x
 
 
 def _matmul(hidden: Tensor, head: Tensor, out: Tensor) -> None:
-    tile = _TILE * torch.get_num_threads() if hidden.device.type == "cpu" else len(head)
+    tiled = hidden.device.type == "cpu" and torch.get_num_threads() == 1
+    tile = _TILE if tiled else max(1, len(head))
     for start in range(0, len(head), tile):
         at = slice(start, start + tile)
         if hidden.dtype == out.dtype:
@@ -369,8 +384,10 @@ def _matmul(hidden: Tensor, head: Tensor, out: Tensor) -> None:
             out[:, at] = torch.mm(hidden, head[at].t())
 
 
-def _block(heads: _Heads, rows: _Rows, live_logits: Tensor, frozen_logits: Tensor | None, scratch: Tensor) -> None:
-    """The elementwise pass: fill in values and diagnostics, overwrite `live_logits` with the logit gradient."""
+def _block(
+    heads: _Heads, rows: _Rows, live_logits: Tensor, frozen_logits: Tensor | None, out: Tensor, scratch: Tensor
+) -> None:
+    """The elementwise pass: fill in values and diagnostics, write the logit gradient into `out`, one of the two."""
     q, p, c, b, work = scratch.unbind()
     z, z_top, q_top = _normalise(live_logits, heads.live_bias, heads.temperature, q)
     live_token, frozen_token, x = at_tokens(z, rows.tokens) - z_top + q_top, None, None
@@ -400,8 +417,8 @@ def _block(heads: _Heads, rows: _Rows, live_logits: Tensor, frozen_logits: Tenso
             value, grad = _by_autograd(part, live_logp, x, rows.tokens)
             z.add_(grad.sub_(q * grad.sum(-1, keepdim=True)).mul_(weight))
         rows.values[part.job].add_(value, alpha=part.factor)
-    if z.dtype != live_logits.dtype:
-        live_logits.copy_(z)
+    if z.data_ptr() != out.data_ptr():
+        out.copy_(z)
 
 
 def _normalise(logits: Tensor, bias: Tensor | None, temperature: float, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:

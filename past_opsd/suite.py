@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from past_opsd import config, stats
+from past_opsd import config, stats, tables
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
 from past_opsd.record import read_lines
@@ -35,15 +35,6 @@ DIAGNOSTICS = {
     "skipped": "failed/skipped",
     "retried": "failed/retried",
 }
-COSTS = (
-    "student_samples",
-    "student_tokens",
-    "teacher_samples",
-    "teacher_tokens",
-    "phase1_samples",
-    "phase1_tokens",
-    "verifier_calls",
-)
 
 
 @dataclass(frozen=True)
@@ -160,7 +151,7 @@ def _row(label: str, recipe: str, folders: Sequence[Path]) -> Row:
         seconds = sum(v for line in timings for k, v in line.items() if k not in ("cycle", "peak_mib"))
         peak = max(line["peak_mib"] for line in timings)
         steps = sum(line["student/stepped"] for line in metrics)
-        counted = {k: metrics[-1].get(f"cost/{k}", 0) for k in COSTS}
+        counted = {key: metrics[-1].get(f"cost/{key}", 0) for key in tables.COSTS}
         counted["verifier_calls"] += metrics[-1].get("cost/phase1_verifier_calls", 0)
         measured = {"student_steps": steps, "seconds": seconds, "peak_mib": peak}
         costs.append(counted | measured)
@@ -226,8 +217,6 @@ def _scores(label: str, outcomes: dict[str, np.ndarray], reference: dict[str, np
 
 def save(out: Path, result: Mapping[str, Any]) -> Path:
     """Write `SUITE.json`, `SUITE.md` and `SUITE.tex`."""
-    from past_opsd import tables
-
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{result['suite']}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

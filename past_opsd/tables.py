@@ -11,6 +11,20 @@ from rich.table import Table
 
 Result = Mapping[str, Any]
 
+# Cost of a run and the column that shows it.
+COSTS = {
+    "student_steps": "steps",
+    "student_samples": "stud.",
+    "student_tokens": "k tok",
+    "teacher_samples": "teach.",
+    "teacher_tokens": "k tok",
+    "phase1_samples": "ph. 1",
+    "phase1_tokens": "k tok",
+    "verifier_calls": "verif.",
+    "seconds": "s",
+    "peak_mib": "MiB",
+}
+
 
 @dataclass(frozen=True)
 class Sheet:
@@ -33,10 +47,10 @@ def scores(result: Result) -> Sheet:
     tasks = tuple(result["rows"][0]["tasks"])
     reference = result["reference"]
     title = (
-        f"{result['title']}: Avg@{result['samples']} (%) after {result['updates']} updates, "
-        f"seeds {', '.join(map(str, result['seeds']))}; difference with paired 95 % interval"
+        f"{result['title']}: Avg@{result['samples']} (%) after {result['updates']} updates, seeds "
+        f"{', '.join(map(str, result['seeds']))}; difference to {reference} with its paired 95 % interval"
     )
-    header = ("Method", *tasks, "Macro", "Seeds", f"minus {reference}")
+    header = ("Method", *tasks, "Macro", "Seeds", "Difference")
     rows = []
     for row in result["rows"]:
         span = [100 * value for value in row.get("by_seed", [row["macro"][0]])]
@@ -48,45 +62,42 @@ def scores(result: Result) -> Sheet:
 
 
 def costs(result: Result) -> Sheet:
-    """What each method generated, verified and took, by role; means over seeds."""
-    header = ("Method", "steps", "student", "tokens", "teacher", "tokens", "phase 1", "tokens", "verified", "s", "MiB")
-    keys = (
-        "student_steps",
-        "student_samples",
-        "student_tokens",
-        "teacher_samples",
-        "teacher_tokens",
-        "phase1_samples",
-        "phase1_tokens",
-        "verifier_calls",
-        "seconds",
-        "peak_mib",
-    )
-    rows = [(row["label"], *(f"{row['costs'][key]:,.0f}" for key in keys)) for row in result["rows"] if "costs" in row]
+    """What each method generated, verified and took, by role; means over seeds; columns of zeros are left out."""
+    costed = [row for row in result["rows"] if "costs" in row]
+    used = {key: name for key, name in COSTS.items() if any(row["costs"][key] for row in costed)}
+    header = ("Method", *used.values())
+    rows = [(row["label"], *(_amount(key, row["costs"][key]) for key in used)) for row in costed]
     return Sheet(
-        "Cost: student steps taken, samples and tokens by role, verifier calls, training seconds, peak memory",
+        "Cost: student steps taken; samples and thousands of tokens by student, teacher and phase 1; verifier calls; "
+        "training seconds; peak memory",
         header,
         rows,
     )
 
 
+def _amount(key: str, value: float) -> str:
+    return f"{value / 1000:,.1f}" if key.endswith("_tokens") else f"{value:,.0f}"
+
+
 def diagnostics(result: Result) -> Sheet:
     """The teacher on failed trajectories: success, KL to the student, and what became of the groups."""
     keys = ("teacher_success", "compatibility_kl", "mixed", "all_success", "skipped", "retried")
-    header = ("Method", "teacher success", "compat. KL", "mixed", "all-success", "skipped", "retried")
+    header = ("Method", "success", "compat. KL", "mixed", "all-success", "skipped", "retried")
     rows = [
         (row["label"], *(f"{row['diagnostics'][k]:.3f}" if k in row["diagnostics"] else "-" for k in keys))
         for row in result["rows"]
         if row.get("diagnostics")
     ]
-    return Sheet("Failed branch, means over cycles", header, rows)
+    return Sheet(
+        "Failed branch, means over cycles: the teacher's success, its KL to the student, shares of groups", header, rows
+    )
 
 
 def terminal(sheet: Sheet) -> Table:
     """For a screen of 80 columns."""
-    table = Table(title=sheet.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=sheet.title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     for i, name in enumerate(sheet.header):
-        table.add_column(name, justify="left" if i == 0 else "right")
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
     for row in sheet.rows:
         table.add_row(*row)
     return table
@@ -122,4 +133,4 @@ def _tex(cells: Sequence[str]) -> str:
 
 def _interval(value: Sequence[float]) -> str:
     estimate, low, high = (100 * v for v in value)
-    return f"{estimate:+.1f} [{low:+.1f}, {high:+.1f}]"
+    return f"{estimate:+.1f} [{low:.1f}, {high:.1f}]"

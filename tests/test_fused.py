@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -408,6 +409,11 @@ def test_misuse_is_refused():
     assert set(CLIP_ROWS) <= set(run("fused", live, frozen, head, bias, tokens, job).rows)
 
 
+def threads_of_a_new_thread():
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.get_num_threads).result()
+
+
 @pytest.mark.parametrize("loss", [Match(0.05), Stay(), TopK(5)], ids=repr)
 def test_threads_change_nothing(loss, monkeypatch):
     monkeypatch.setattr("past_opsd.fused._BLOCK_BYTES", 3 * V * 8)
@@ -418,6 +424,7 @@ def test_threads_change_nothing(loss, monkeypatch):
     torch.set_num_threads(2)
     two = run("fused", live, frozen, head, bias, tokens, [Job(loss, weight)])
     assert torch.get_num_threads() == 2
+    assert threads_of_a_new_thread() == 2
     assert_same(two.grad, one.grad, 1e-12)
     assert_same(two.values[0], one.values[0], 1e-12)
     for name, row in two.rows.items():
@@ -434,3 +441,4 @@ def test_a_failing_loss_leaves_the_thread_count(monkeypatch):
     with pytest.raises(ValueError, match="mine"):
         run("fused", live, frozen, head, bias, tokens, [Job(fails, weight)])
     assert torch.get_num_threads() == 2
+    assert threads_of_a_new_thread() == 2

@@ -6,7 +6,8 @@ name is the task's name in a recipe; there is no registry.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from past_opsd.types import Problem
@@ -31,3 +32,22 @@ class Task(Protocol):
     def evaluation(self) -> Mapping[str, Sequence[Problem]]:
         """Held-out problems by benchmark; a macro average weighs the benchmarks equally."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """Problems held in memory; satisfies `Task`."""
+
+    identity: str
+    train_set: tuple[Problem, ...]
+    evaluation_sets: Mapping[str, tuple[Problem, ...]]
+    label: Callable[[str], str] = lambda text: ""
+
+    def train(self) -> Sequence[Problem]:
+        return self.train_set
+
+    def evaluation(self) -> Mapping[str, Sequence[Problem]]:
+        return self.evaluation_sets
+
+    def style(self, text: str) -> str:
+        return self.label(text)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -26,6 +26,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from past_opsd.tasks import Problems
 from past_opsd.types import PastError, Problem, derive_seed
 
 OPERATIONS = ("+2", "+3", "+5", "+6", "+8", "+9", "*2", "*3", "*4", "*7", "*8", "*9")
@@ -131,25 +132,7 @@ class Options(BaseModel):
     seed: int = Field(default=0, ge=0, description="which problems are drawn on each side of the fixed split")
 
 
-@dataclass(frozen=True, slots=True)
-class Embedded:
-    """Operation chains, drawn; satisfies `Task`."""
-
-    identity: str
-    train_set: tuple[Problem, ...]
-    evaluation_sets: Mapping[str, tuple[Problem, ...]]
-
-    def train(self) -> Sequence[Problem]:
-        return self.train_set
-
-    def evaluation(self) -> Mapping[str, Sequence[Problem]]:
-        return self.evaluation_sets
-
-    def style(self, text: str) -> str:
-        return style(text)
-
-
-def build(options: Options) -> Embedded:
+def build(options: Options) -> Problems:
     """Draw the problems; a larger set of one seed begins with the smaller one."""
     streams = {task: _problems(task, options.seed, held_out=False) for task in LENGTHS}
     order = tuple(LENGTHS)
@@ -161,7 +144,7 @@ def build(options: Options) -> Embedded:
     content = "\n".join(f"{p.id} {p.solution}" for part in (train, *evaluation.values()) for p in part)
     digest = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
     settings = ", ".join(f"{name}={value}" for name, value in options.model_dump().items())
-    return Embedded(f"embedded({settings})#{digest}", train, evaluation)
+    return Problems(f"embedded({settings})#{digest}", train, evaluation, style)
 
 
 def _problems(task: str, seed: int, held_out: bool) -> Iterator[Problem]:

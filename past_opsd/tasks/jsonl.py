@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from past_opsd.config import Section
+from past_opsd.tasks import Problems
 from past_opsd.types import PastError, Problem
 
 ALIASES = {
@@ -33,25 +33,7 @@ class Options(Section):
     evaluation: dict[str, str] = Field(description="held-out files by benchmark name: problem, answer")
 
 
-@dataclass(frozen=True, slots=True)
-class Jsonl:
-    """Rows read; satisfies `Task`."""
-
-    identity: str
-    train_set: tuple[Problem, ...]
-    evaluation_sets: Mapping[str, tuple[Problem, ...]]
-
-    def train(self) -> Sequence[Problem]:
-        return self.train_set
-
-    def evaluation(self) -> Mapping[str, Sequence[Problem]]:
-        return self.evaluation_sets
-
-    def style(self, text: str) -> str:
-        return ""
-
-
-def build(options: Options) -> Jsonl:
+def build(options: Options) -> Problems:
     """Read every file now, so that a bad row is found before anything runs."""
     train = read(Path(options.train), needs_solution=True)
     sets = {name: read(Path(path), needs_solution=False) for name, path in options.evaluation.items()}
@@ -61,7 +43,7 @@ def build(options: Options) -> Jsonl:
     for problem in (p for part in (train, *sets.values()) for p in part):
         row = [problem.id, problem.text, problem.solution, problem.answer, dict(problem.extra)]
         digest.update(json.dumps(row, sort_keys=True).encode())
-    return Jsonl(f"jsonl#{digest.hexdigest()[:16]}", train, sets)
+    return Problems(f"jsonl#{digest.hexdigest()[:16]}", train, sets)
 
 
 def read(path: Path, needs_solution: bool) -> tuple[Problem, ...]:

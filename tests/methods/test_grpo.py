@@ -2,19 +2,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import naive
 import pytest
 import torch
-from conftest import Quiet
 
 from past_opsd import config
-from past_opsd.config import Recipe
 from past_opsd.losses import Reinforce, Stay
 from past_opsd.methods.grpo import Grpo
 from past_opsd.model import Model
-from past_opsd.train import Session, session, train
+from past_opsd.train import Session, session
 from past_opsd.types import Attempt, Batch, PastError, Problem, Response, Verdict, View, route
 
 PROMPT = (1, 2, 3)
@@ -179,31 +176,3 @@ def test_a_cycle_without_spread_takes_no_step(small_recipe):
         assert cycle.metrics["student/stepped"] == 0.0
         assert parts.model.digest("student") == before
         assert parts.learner.steps == {"student": 0, "teacher": 0}
-
-
-class Stop(Quiet):
-    """Raises at one point of a run."""
-
-    def __init__(self, cycle: int):
-        super().__init__()
-        self._cycle = cycle
-
-    def phase(self, cycle: int, name: str) -> None:
-        if (cycle, name) == (self._cycle, "publish"):
-            raise InterruptedError
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """Everything a run keeps but its timings."""
-    found = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "timings.jsonl")
-    return {str(p.relative_to(folder)): p.read_bytes() for p in found}
-
-
-@pytest.mark.parametrize("cycle", [1, 2])
-def test_a_resumed_run_keeps_the_bits_of_an_unbroken_one(tmp_path: Path, small_recipe, cycle: int):
-    recipe: Recipe = small_recipe("embedded/grpo", "run.checkpoint_every=2", "evaluation.at=[1.0]", "method.beta=0.01")
-    train(recipe, tmp_path / "unbroken", False, Quiet())
-    with pytest.raises(InterruptedError):
-        train(recipe, tmp_path / "broken", False, Stop(cycle))
-    assert train(recipe, tmp_path / "broken", True, Quiet()).finished
-    assert files(tmp_path / "broken") == files(tmp_path / "unbroken")

@@ -3,14 +3,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import naive
 import pytest
 import torch
-from conftest import Quiet
 
-from past_opsd import checkpoint, config
+from past_opsd import config
 from past_opsd.config import Sampling
 from past_opsd.lab import Work
 from past_opsd.learner import Path as LivePath
@@ -18,8 +16,7 @@ from past_opsd.learner import Rows, job_key, stack_jobs
 from past_opsd.losses import ModulatedReinforce, Reinforce, Stay
 from past_opsd.methods.h2sd import H2sd
 from past_opsd.prompts import Prompts
-from past_opsd.record import read_lines
-from past_opsd.train import Session, differences, session, train
+from past_opsd.train import Session, differences, session
 from past_opsd.types import Adapter, Attempt, PastError, Problem, Response, Term, Verdict, View, route
 
 PROBLEM = Problem("p", "6*7*3*4", "2, 6, 4, \\boxed{4}", "4")
@@ -335,44 +332,6 @@ def test_one_cycle_equals_an_independent_naive_implementation(small_recipe):
         for name, value in parameters.items():
             torch.testing.assert_close(mine.model.parameters("student")[name], value, atol=2e-6, rtol=1e-3)
         assert mine.learner.steps == {"student": 1, "teacher": 0}
-
-
-class Stopping(Quiet):
-    """Ends the run in the middle of a cycle."""
-
-    def phase(self, cycle: int, name: str) -> None:
-        if (cycle, name) == (2, "distill"):
-            raise KeyboardInterrupt
-
-
-def fingerprint(folder: Path) -> dict[str, bytes]:
-    last = checkpoint.folder(folder, 3)
-    files = {str(p.relative_to(last)): p.read_bytes() for p in sorted(last.rglob("*")) if p.is_file()}
-    files["metrics"] = (folder / "metrics.jsonl").read_bytes()
-    for kind in ("rollouts", "evaluations"):
-        files |= {str(p.relative_to(folder)): p.read_bytes() for p in sorted((folder / kind).iterdir())}
-    return files
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_stopped_run_resumes_to_the_bits_of_an_unbroken_one(tmp_path: Path, small_recipe, every: int):
-    recipe = small_recipe("embedded/h2sd", *GROUPS, f"run.checkpoint_every={every}", "evaluation.at=[1.0]")
-    train(recipe, tmp_path / "whole", False, Quiet())
-    with pytest.raises(KeyboardInterrupt):
-        train(recipe, tmp_path / "broken", False, Stopping())
-    state = checkpoint.read_state(checkpoint.folder(tmp_path / "broken", 2))["method"]
-    assert (len(state["hints"]), state["cycle"]) == (60, 2)
-    assert train(recipe, tmp_path / "broken", True, Quiet()).finished
-    assert fingerprint(tmp_path / "broken") == fingerprint(tmp_path / "whole")
-    lines = read_lines(tmp_path / "broken" / "metrics.jsonl")
-    assert [line["modulation/strength"] for line in lines] == pytest.approx([0.49, 0.48, 0.47])
-    samples = {line["cost/phase1_samples"] for line in lines}
-    assert len(samples) == 1
-    assert min(samples) >= 60
-    assert lines[-1]["cost/student_samples"] == lines[-1]["cost/verifier_calls"] == 3 * 12
-
-
-# Recipes and misuse.
 
 
 def test_the_embedded_recipes_keep_to_the_vocabulary_and_the_budget(h2sd: Session):

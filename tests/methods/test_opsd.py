@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import naive
 import pytest
 import torch
-from conftest import Quiet
 
 from past_opsd import config
 from past_opsd.losses import Match
-from past_opsd.train import Session, session, train
+from past_opsd.train import Session, session
 from past_opsd.types import PastError, View
 
 ADAPTERS = ("student", "teacher")
@@ -114,31 +111,3 @@ def test_the_three_teachers_part_ways(small_recipe):
 def test_an_impossible_decay_is_told():
     with pytest.raises(PastError, match=r"method\.ema_decay"):
         config.load("embedded/opsd_ema", ["method.ema_decay=1.0"])
-
-
-class Stop(Quiet):
-    """Raises at one point of a run."""
-
-    def __init__(self, cycle: int):
-        super().__init__()
-        self._cycle = cycle
-
-    def phase(self, cycle: int, name: str) -> None:
-        if (cycle, name) == (self._cycle, "publish"):
-            raise InterruptedError
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """Everything a run keeps but its timings."""
-    found = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "timings.jsonl")
-    return {str(p.relative_to(folder)): p.read_bytes() for p in found}
-
-
-@pytest.mark.parametrize(("recipe", "cycle"), [("opsd", 2), ("opsd_current", 2), ("opsd_ema", 1), ("opsd_ema", 2)])
-def test_a_resumed_run_keeps_the_bits_of_an_unbroken_one(tmp_path: Path, small_recipe, recipe: str, cycle: int):
-    made = small_recipe(f"embedded/{recipe}", "run.checkpoint_every=2", "evaluation.at=[1.0]")
-    train(made, tmp_path / "unbroken", False, Quiet())
-    with pytest.raises(InterruptedError):
-        train(made, tmp_path / "broken", False, Stop(cycle))
-    assert train(made, tmp_path / "broken", True, Quiet()).finished
-    assert files(tmp_path / "broken") == files(tmp_path / "unbroken")

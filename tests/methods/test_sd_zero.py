@@ -2,21 +2,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import naive
 import pytest
 import torch
-from conftest import Quiet
 
-from past_opsd import checkpoint, config
+from past_opsd import config
 from past_opsd.lab import Work
 from past_opsd.losses import Imitate, MixedTopK, Stay
 from past_opsd.methods.sd_zero import Options, Revision, SdZero
 from past_opsd.model import load_tokenizer
 from past_opsd.prompts import Prompts
-from past_opsd.record import read_lines
-from past_opsd.train import Session, session, train
+from past_opsd.train import Session, session
 from past_opsd.types import Adapter, Attempt, Batch, PastError, Problem, Response, Term, Verdict, View
 
 PROBLEMS = [Problem(f"p{i}", f"{i}*7*3*4", "", str(i)) for i in range(4)]
@@ -447,39 +444,3 @@ def test_the_teacher_follows_every_so_many_cycles(small_recipe):
         for k in range(2):
             parts.loop.cycle(k)
         assert parts.model.digest("teacher") == teacher
-
-
-class Stopping(Quiet):
-    def __init__(self, cycle: int) -> None:
-        super().__init__()
-        self._at = (cycle, "distill")
-
-    def phase(self, cycle: int, name: str) -> None:
-        if (cycle, name) == self._at:
-            raise KeyboardInterrupt
-
-
-def fingerprint(folder: Path) -> dict[str, bytes]:
-    last = checkpoint.folder(folder, 3)
-    files = {str(p.relative_to(last)): p.read_bytes() for p in sorted(last.rglob("*")) if p.is_file()}
-    files["metrics"] = (folder / "metrics.jsonl").read_bytes()
-    for kind in ("rollouts", "evaluations"):
-        files |= {str(p.relative_to(folder)): p.read_bytes() for p in sorted((folder / kind).iterdir())}
-    return files
-
-
-def test_resuming_gives_the_bits_of_an_unbroken_run(small_recipe, tmp_path: Path, quiet: Quiet):
-    recipe = small_recipe("embedded/sd_zero", *PHASE1, "method.teacher_sync_every=2", "evaluation.at=[0.0, 1.0]")
-    train(recipe, tmp_path / "unbroken", False, quiet)
-    for cycle in (0, 1, 2):
-        folder = tmp_path / f"stopped-{cycle}"
-        with pytest.raises(KeyboardInterrupt):
-            train(recipe, folder, False, Stopping(cycle))
-        assert checkpoint.steps(folder)[-1] == cycle
-        assert train(recipe, folder, True, quiet).finished
-        assert fingerprint(folder) == fingerprint(tmp_path / "unbroken")
-    lines = read_lines(tmp_path / "unbroken" / "metrics.jsonl")
-    for key in ("cost/phase1_samples", "cost/phase1_tokens", "cost/phase1_verifier_calls", "phase1/kept"):
-        assert len({line[key] for line in lines}) == 1
-        assert lines[0][key] > 0
-    assert [line["cost/verifier_calls"] for line in lines] == [6, 12, 18]

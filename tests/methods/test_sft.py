@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from conftest import Quiet
 
 from past_opsd import config
 from past_opsd.losses import Imitate
-from past_opsd.train import session, train
+from past_opsd.train import session
 from past_opsd.types import Batch, PastError, Problem, View
 
 
@@ -94,31 +91,3 @@ def test_samples_per_problem_has_no_meaning():
     recipe = config.load("embedded/sft", ["rollout.samples_per_problem=8"])
     with pytest.raises(PastError, match=r"rollout\.samples_per_problem = 8 has no meaning for SFT"):
         config.plugin("method", "sft").build(recipe.method, None, recipe.rollout)
-
-
-class Stop(Quiet):
-    """Raises at one point of a run."""
-
-    def __init__(self, cycle: int):
-        super().__init__()
-        self._cycle = cycle
-
-    def phase(self, cycle: int, name: str) -> None:
-        if (cycle, name) == (self._cycle, "publish"):
-            raise InterruptedError
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """Everything a run keeps but its timings."""
-    found = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "timings.jsonl")
-    return {str(p.relative_to(folder)): p.read_bytes() for p in found}
-
-
-@pytest.mark.parametrize("cycle", [1, 2])
-def test_a_resumed_run_keeps_the_bits_of_an_unbroken_one(tmp_path: Path, small_recipe, cycle: int):
-    recipe = small_recipe("embedded/sft", "run.checkpoint_every=2", "evaluation.at=[1.0]")
-    train(recipe, tmp_path / "unbroken", False, Quiet())
-    with pytest.raises(InterruptedError):
-        train(recipe, tmp_path / "broken", False, Stop(cycle))
-    assert train(recipe, tmp_path / "broken", True, Quiet()).finished
-    assert files(tmp_path / "broken") == files(tmp_path / "unbroken")
