@@ -61,6 +61,9 @@ def _one_thread():
 class Own:
     """A user's loss: no closed form, known to nobody."""
 
+    def __repr__(self) -> str:
+        return "Own()"
+
     def __call__(self, live_logp, frozen_logp, tokens):
         return (live_logp.exp() - frozen_logp.exp()).square().sum(-1)
 
