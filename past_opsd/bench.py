@@ -247,10 +247,10 @@ def report(lines: list[Line], shape: tuple[int, int, int], threads: int, repeats
     text = [
         f"Full-vocabulary losses, T={T} V={V} H={H}, float32, {threads} thread(s), median of {repeats}",
         "",
-        _row("Implementation", "Loss error", "Grad. cosine", "Extra MiB", "Tokens/s", "Non-finite"),
+        _row("Implementation", "Loss error", "Grad. cos.", "Extra MiB", "Tokens/s", "Non-finite"),
     ]
     for line in lines:
-        error, cosine = _cell(line.loss_error, ".2e"), _cell(line.cosine, ".9f")
+        error, cosine = _cell(line.loss_error, ".2e"), _cell(line.cosine, ".7f")
         memory, nonfinite = _cell(line.mebibytes, ".0f"), _cell(line.nonfinite, "d")
         text.append(_row(line.name, error, cosine, memory, f"{T / line.seconds:.1f}", nonfinite))
     text += ["", *_ratios({line.name: line for line in lines}), "", *_notes(T)]
@@ -258,7 +258,7 @@ def report(lines: list[Line], shape: tuple[int, int, int], threads: int, repeats
 
 
 def _row(name: str, *cells: str) -> str:
-    return f"{name:<28}" + "".join(f"{cell:>14}" for cell in cells)
+    return f"{name:<26}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, (10, 11, 10, 10, 11), strict=True))
 
 
 def _cell(value: float | None, spec: str) -> str:
@@ -286,9 +286,10 @@ def _ratios(lines: dict[str, Line]) -> list[str]:
 
 def _notes(T: int) -> list[str]:
     return [
-        f"Ours: Match(tau={TAU}) with diagnostics. TRL has no clip: its rows are the plain forward KL, without them.",
-        f"Loss error (mean absolute, nats a token) and cosine: against float64 autograd of the same loss on the first "
-        f"{min(CHECKED_ROWS, T)} rows.",
-        "Extra MiB: peak resident memory of one call beyond its inputs, each in a fresh process. The contestants take",
-        "turns, so that other load on the machine meets all of them; on a busy machine trust the CPU time.",
+        f"Ours: Match(tau={TAU}) with diagnostics. TRL has no clip: its rows are the plain",
+        "forward KL, without them. Loss error (mean absolute, nats a token) and cosine are",
+        f"against float64 autograd of the same loss on the first {min(CHECKED_ROWS, T)} rows.",
+        "Extra MiB: peak resident memory of one call beyond its inputs, each in a fresh",
+        "process. The contestants take turns, so that other load on the machine meets all",
+        "of them; on a busy machine trust the CPU time.",
     ]

@@ -38,7 +38,7 @@ _BLOCK_BYTES = 2**20
 _TILE = 2048
 _DEVICE_BLOCK_BYTES = 2**26
 # Chunk-sized tensors alive at once when autograd runs a chunk.
-_AUTOGRAD_COPIES = 12
+_AUTOGRAD_COPIES = 24
 
 
 @dataclass(frozen=True)
