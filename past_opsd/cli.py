@@ -177,10 +177,10 @@ def _compare(args: argparse.Namespace) -> int:
     jobs = args.jobs or max(1, os.cpu_count() or 1)
     suite.run_all(chosen, seeds, args.out, jobs, args.overrides, lambda text: console.print(text, highlight=False))
     result = suite.results(chosen, suite.collect(chosen, seeds, args.out), seeds)
-    path = suite.save(args.out, result)
+    folder = suite.save(args.out, result)
     for sheet in tables.sheets(result):
         console.print(tables.terminal(sheet))
-    console.print(f"{path}, .md, .tex", highlight=False, soft_wrap=True)
+    console.print(f"results.json, tables.md, tables.tex: {folder}", highlight=False, soft_wrap=True)
     return 0
 
 

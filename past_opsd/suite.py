@@ -216,10 +216,10 @@ def _scores(label: str, outcomes: dict[str, np.ndarray], reference: dict[str, np
 
 
 def save(out: Path, result: Mapping[str, Any]) -> Path:
-    """Write `SUITE.json`, `SUITE.md` and `SUITE.tex`."""
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{result['suite']}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(tables.markdown(result), encoding="utf-8")
-    path.with_suffix(".tex").write_text(tables.latex(result), encoding="utf-8")
-    return path
+    """Write `OUT/SUITE/results.json`, `tables.md` and `tables.tex`; returns the folder."""
+    folder = out / result["suite"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (folder / "tables.md").write_text(tables.markdown(result), encoding="utf-8")
+    (folder / "tables.tex").write_text(tables.latex(result), encoding="utf-8")
+    return folder

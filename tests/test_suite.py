@@ -103,13 +103,14 @@ def test_a_failing_run_stops_the_suite_with_its_message(tmp_path: Path):
 
 def test_tables_in_three_forms(compared: Path, tmp_path: Path):
     found = suite.results(TWO, suite.collect(TWO, SEEDS, compared), SEEDS)
-    path = suite.save(tmp_path, found)
-    assert json.loads(path.read_text())["rows"][2]["label"] == "PAST"
-    text = (tmp_path / "two.md").read_text()
+    folder = suite.save(tmp_path, found)
+    assert folder == tmp_path / "two"
+    assert json.loads((folder / "results.json").read_text())["rows"][2]["label"] == "PAST"
+    text = (folder / "tables.md").read_text()
     score = f"{100 * found['rows'][2]['macro'][0]:.1f}"
     assert f"| {score} |" in text
     assert "| Base |" in text
-    assert f"& {score} &" in (tmp_path / "two.tex").read_text()
+    assert f"& {score} &" in (folder / "tables.tex").read_text()
     assert [len(sheet.rows) for sheet in tables.sheets(found)] == [3, 2, 1]
     for sheet in tables.sheets(found):
         assert all(len(row) == len(sheet.header) for row in sheet.rows)
