@@ -45,13 +45,15 @@ _AUTOGRAD_COPIES = 24
 class Job:
     """One loss with its weight per row [T]; the loss does not exist where the weight is 0.
 
-    `frozen=False` hides the frozen view from this loss: a Reinforce whose old policy is the live one can so
-    share its rows with a divergence that does read the frozen view.
+    `always` evaluates it there too, for its values and diagnostics, without a gradient. `frozen=False` hides the
+    frozen view from this loss: a Reinforce whose old policy is the live one can so share its rows with a divergence
+    that does read the frozen view.
     """
 
     loss: Loss
     weight: Tensor
     frozen: bool = True
+    always: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ def _groups(jobs: Sequence[Job]) -> Iterator[tuple[Tensor | None, list[int]]]:
     if not jobs:
         yield None, []
         return
-    applies = torch.stack([job.weight != 0 for job in jobs], dim=1)
+    applies = torch.stack([(job.weight != 0) | job.always for job in jobs], dim=1)
     if applies.all():
         yield None, list(range(len(jobs)))
         return

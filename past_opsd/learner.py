@@ -297,7 +297,7 @@ def stack_jobs(rows: Sequence[Rows], device: torch.device) -> tuple[list[str], l
             loss = replace(loss, advantage=advantages.repeat_interleave(lengths))
         weights = torch.tensor([w for _, w in pairs], device=device).repeat_interleave(lengths)
         names.append(name)
-        jobs.append(fused.Job(loss, weights, frozen=term.frozen is not None))
+        jobs.append(fused.Job(loss, weights, frozen=term.frozen is not None, always=True))
     return names, jobs
 
 

@@ -172,6 +172,18 @@ def test_alignment_is_one_without_clipping_and_negative_when_the_clip_takes_the_
     assert clipped["teacher/correct/alignment"] < 0.9
 
 
+def test_a_term_of_weight_zero_is_measured_and_moves_nothing(past: Session):
+    """beta_KL = 0 takes the KL out of the objective, not out of the log."""
+    stir(past)
+    stay = term("stay", (6, 6, 6, 3), Stay(), weight=0.0)
+    before = past.model.digest("teacher")
+    metrics = past.learner.step("teacher", [stay])
+    assert metrics["teacher/stay/kl"] > 0.01
+    assert metrics["teacher/stay/objective"] == 0.0
+    assert metrics["teacher/grad_norm"] == 0.0
+    assert past.model.digest("teacher") == before
+
+
 def test_gradients_are_clipped(small_recipe):
     with session(small_recipe("embedded/past", "learner.teacher.max_grad_norm=1e-3")) as parts:
         seen: list[float] = []
