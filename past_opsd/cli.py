@@ -69,6 +69,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     compare.add_argument("--suite", default="main", help="which suite (default main; a wrong name lists them)")
     compare.add_argument("--family", default="embedded", help="recipe folder of the suite (default embedded)")
     compare.add_argument("--seeds", default="17,29,43", help="training seeds, comma-separated (default 17,29,43)")
+    compare.add_argument("--reference", help="row to take differences to (default: the suite's own)")
     compare.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default runs/compare)")
     compare.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one per core)")
     compare.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override")
@@ -173,7 +174,7 @@ def _compare(args: argparse.Namespace) -> int:
     from past_opsd import suite, tables
 
     console = Console()
-    chosen = suite.find(args.suite, args.family)
+    chosen = suite.find(args.suite, args.family, args.reference)
     jobs = args.jobs or max(1, os.cpu_count() or 1)
     suite.run_all(chosen, seeds, args.out, jobs, args.overrides, lambda text: console.print(text, highlight=False))
     result = suite.results(chosen, suite.collect(chosen, seeds, args.out), seeds)

@@ -14,7 +14,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +73,17 @@ def suites(family: str) -> dict[str, Suite]:
     return {name: Suite(name, t["title"], t["reference"], dict(t["rows"])) for name, t in tables.items()}
 
 
-def find(name: str, family: str) -> Suite:
-    """A suite by name."""
+def find(name: str, family: str, reference: str | None = None) -> Suite:
+    """A suite by name; `reference` chooses another row to take differences to."""
     known = suites(family)
     if name not in known:
         raise PastError(f"no suite '{name}' in '{family}'; known are {', '.join(known)}")
-    return known[name]
+    found = known[name]
+    if reference is None:
+        return found
+    if reference not in found.rows:
+        raise PastError(f"--reference '{reference}' is no row of suite '{name}'; its rows are {', '.join(found.rows)}")
+    return replace(found, reference=reference)
 
 
 def run_folder(out: Path, recipe: str, seed: int) -> Path:

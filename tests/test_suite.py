@@ -116,6 +116,14 @@ def test_tables_in_three_forms(compared: Path, tmp_path: Path):
         assert all(len(row) == len(sheet.header) for row in sheet.rows)
 
 
+def test_the_reference_can_be_chosen():
+    assert suite.find("main", "embedded", "GRPO").reference == "GRPO"
+    with pytest.raises(
+        PastError, match="--reference 'nobody' is no row of suite 'branches'; its rows are Correct only"
+    ):
+        suite.find("branches", "embedded", "nobody")
+
+
 def test_unknown_suites_are_told():
     with pytest.raises(PastError, match="no suite 'mian' in 'embedded'; known are main, factorial"):
         suite.find("mian", "embedded")
