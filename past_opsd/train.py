@@ -148,8 +148,8 @@ def train(recipe: Recipe, folder: Path, resume: bool, display: Display) -> Outco
         raise PastError(f"{folder} already holds a run; continue it with --resume, or choose another --out")
     if resume and not existing:
         display.note(f"{folder} holds no checkpoint yet; starting from the beginning")
-    folder.mkdir(parents=True, exist_ok=True)
     with session(recipe) as parts, _interruptible() as stopping:
+        folder.mkdir(parents=True, exist_ok=True)  # not before everything the recipe names was found
         start = _restore(parts, folder, display) if existing else _begin(parts, folder)
         recorder = Recorder(folder)
         recorder.rewind(start)
