@@ -261,30 +261,30 @@ def from_dump(data: Mapping[str, Any]) -> Recipe:
     return validate(_infinite(data), {}, "saved recipe")
 
 
-def to_toml(recipe: BaseModel, comments: bool = True, width: int = 0) -> str:
+def to_toml(recipe: BaseModel) -> str:
     """The full resolved recipe as TOML, each field with its line of explanation."""
     out: list[str] = []
-    _write_table(recipe, "", out, comments, width)
+    _write_table(recipe, "", out)
     return "\n".join(out).strip() + "\n"
 
 
-def _write_table(section: BaseModel, prefix: str, out: list[str], comments: bool, width: int) -> None:
+def _write_table(section: BaseModel, prefix: str, out: list[str]) -> None:
     tables: list[tuple[str, BaseModel]] = []
     for key, info in type(section).model_fields.items():
         value = section.__dict__[key]
         if isinstance(value, BaseModel):
             tables.append((key, value))
         else:
-            if comments and info.description:
+            if info.description:
                 out.append(f"# {info.description}")
             out.append(f"{key} = {_toml(value)}" if value is not None else f"# {key} is not set")
     for key, value in tables:
         path = f"{prefix}.{key}" if prefix else key
         info = type(section).model_fields[key]
         doc = info.description or (type(value).__doc__ or "").strip().split("\n")[0]
-        out.extend(["", f"# {doc}"] if comments and doc else [""])
+        out.extend(["", f"# {doc}"] if doc else [""])
         out.append(f"[{path}]")
-        _write_table(value, path, out, comments, width)
+        _write_table(value, path, out)
 
 
 def _toml(value: Any) -> str:

@@ -8,13 +8,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from past_opsd import config, stats
-from past_opsd.evaluate import Evaluation
+from past_opsd.evaluate import Evaluation, macro_avg, stack
 from past_opsd.train import train
 from past_opsd.types import PastError
 from past_opsd.ui import TrainDisplay, interval
@@ -55,12 +54,6 @@ def demo(
     return results
 
 
-def stack(evaluations: Sequence[Evaluation]) -> dict[str, np.ndarray]:
-    """One method's outcomes over seeds, task -> [seeds, problems, k]."""
-    outcomes = [e.outcomes() for e in evaluations]
-    return {task: np.stack([o[task] for o in outcomes]) for task in outcomes[0]}
-
-
 def table(results: dict[str, list[Evaluation]], updates: int, seeds: Sequence[int]) -> Table:
     """Avg@k per task, the macro average and the difference to the base, with paired 95 % intervals."""
     first = results["Base"][0]
@@ -81,8 +74,5 @@ def table(results: dict[str, list[Evaluation]], updates: int, seeds: Sequence[in
 
 
 def _save(path: Path, results: dict[str, list[Evaluation]]) -> None:
-    macro = {
-        name: [stats.macro({t: stats.avg_at_k(o) for t, o in e.outcomes().items()}) for e in runs]
-        for name, runs in results.items()
-    }
+    macro = {name: [macro_avg(run.outcomes()) for run in runs] for name, runs in results.items()}
     path.write_text(json.dumps(macro, indent=1) + "\n", encoding="utf-8")

@@ -79,6 +79,17 @@ class Evaluation:
             raise PastError(f"{path}: not an evaluation written by this package ({error})") from None
 
 
+def stack(evaluations: Sequence[Evaluation]) -> dict[str, np.ndarray]:
+    """One method's outcomes over seeds, task -> [seeds, problems, k]."""
+    runs = [evaluation.outcomes() for evaluation in evaluations]
+    return {task: np.stack([run[task] for run in runs]) for task in runs[0]}
+
+
+def macro_avg(outcomes: Mapping[str, np.ndarray]) -> float:
+    """The macro Avg@k of outcomes by task."""
+    return stats.macro({task: stats.avg_at_k(values) for task, values in outcomes.items()})
+
+
 def evaluate(
     lab: Lab,
     prompts: Prompts,

@@ -150,7 +150,8 @@ def run(
 
     Logits are (hidden @ head.T + bias) / temperature. The frozen view uses the same head and bias unless
     `frozen_head` is given (then `frozen_bias` is its bias). `budget_bytes` bounds the logits held at once by
-    `chunked` and `fused`. No autograd graph leaves the function.
+    `chunked` and `fused`. No autograd graph leaves the function. A bias with entries that are not finite is beyond
+    the closed forms: `fused` then runs as `chunked`, slower and with the same result.
     """
     if implementation not in get_args(Implementation):
         raise PastError(f"unknown implementation {implementation!r}; use one of {', '.join(get_args(Implementation))}")

@@ -79,8 +79,9 @@ class Loop:
         metrics |= self.learner.step("student", self.method.student_terms(batch))
 
         phase("publish")
-        if self.method.sync():
-            self.learner.blend("student", "teacher", self.method.sync())
+        share = self.method.sync()
+        if share:
+            self.learner.blend("student", "teacher", share)
         self.publish()
         self.method.end_cycle(draws)
         wanted = len(asked) * self.rollout.samples_per_problem if self.method.rollouts else 0
@@ -130,7 +131,7 @@ class Loop:
         """[eq:on-policy-rollout]: the student's complete responses of cycle k, sampled from X alone and verified."""
         problems, n = self.take(k), self.rollout.samples_per_problem
         # Where an epoch ends inside a cycle a problem can come twice; its second samples are draws of their own.
-        copies = [problems[:i].count(problem) for i, problem in enumerate(problems)]
+        copies = _copies(problems)
         work = [
             Work(problem, View("student", prompt), derive_seed(self.seed, k, problem.id, "student", sample))
             for problem, copy in zip(problems, copies, strict=True)
@@ -151,7 +152,7 @@ class Loop:
         """Teacher continuations of the failed attempts, sampled and verified in one batch per round."""
         views = [self.method.teacher_view(a) for a in failed]
         # A problem can fail more than once in a cycle; each failure draws from seeds of its own.
-        copies = [sum(b.problem.id == a.problem.id for b in failed[:i]) for i, a in enumerate(failed)]
+        copies = _copies([a.problem for a in failed])
 
         def draw(requests: Sequence[tuple[int, int]]) -> list[Attempt]:
             work = [
@@ -165,3 +166,9 @@ class Loop:
             return self.attempt(work, self.rollout.teacher)
 
         return draw
+
+
+def _copies(problems: Sequence[Problem]) -> list[int]:
+    """How often each problem has come before in the list."""
+    ids = [problem.id for problem in problems]
+    return [ids[:i].count(id_) for i, id_ in enumerate(ids)]

@@ -22,7 +22,7 @@ import numpy as np
 
 from past_opsd import config, stats, tables
 from past_opsd.config import Recipe
-from past_opsd.evaluate import Evaluation
+from past_opsd.evaluate import Evaluation, macro_avg, stack
 from past_opsd.record import read_lines
 from past_opsd.train import evaluation_steps
 from past_opsd.types import PastError
@@ -59,8 +59,7 @@ class Row:
 
     def outcomes(self, step: int) -> dict[str, np.ndarray]:
         """Task -> [seeds, problems, k] at a boundary."""
-        runs = [by_step[step].outcomes() for by_step in self.evaluations]
-        return {task: np.stack([run[task] for run in runs]) for task in runs[0]}
+        return stack([by_step[step] for by_step in self.evaluations])
 
 
 def suites(family: str) -> dict[str, Suite]:
@@ -193,15 +192,11 @@ def results(suite: Suite, rows: Sequence[Row], seeds: Sequence[int]) -> dict[str
     }
     for row in rows:
         scores = _scores(row.label, row.outcomes(max(row.evaluations[0])), reference.outcomes(last))
-        curve = {step: _macro(row.outcomes(step)) for step in sorted(row.evaluations[0])}
-        by_seed = [_macro({t: o[i : i + 1] for t, o in row.outcomes(max(curve)).items()}) for i in range(len(seeds))]
+        curve = {step: macro_avg(row.outcomes(step)) for step in sorted(row.evaluations[0])}
+        by_seed = [macro_avg({t: o[i : i + 1] for t, o in row.outcomes(max(curve)).items()}) for i in range(len(seeds))]
         extra = {"recipe": row.recipe, "curve": curve, "by_seed": by_seed, "costs": row.costs}
         out["rows"].append(scores | extra | {"diagnostics": row.diagnostics})
     return out
-
-
-def _macro(outcomes: Mapping[str, np.ndarray]) -> float:
-    return stats.macro({task: stats.avg_at_k(values) for task, values in outcomes.items()})
 
 
 def _scores(label: str, outcomes: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> dict[str, Any]:

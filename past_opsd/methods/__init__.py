@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from past_opsd.config import Sampling
+from past_opsd.config import RolloutSection, Sampling
 from past_opsd.lab import Work
 from past_opsd.prompts import Prompts
 from past_opsd.sampling import Draw, Draws
-from past_opsd.types import Adapter, Attempt, Batch, Group, Problem, Term, View
+from past_opsd.types import Adapter, Attempt, Batch, Group, PastError, Problem, Term, View
 
 
 class Tools(Protocol):
@@ -39,6 +39,25 @@ class Tools(Protocol):
     def reset(self, adapter: Adapter) -> None:
         """Forget an adapter's optimizer state and step count."""
         ...
+
+
+def distill(attempt: Attempt, teacher: View, loss: Any, temperature: float) -> Term:
+    """A frozen view supervises the student along its own response."""
+    tokens = attempt.response.tokens
+    return Term("distill", live=attempt.view, frozen=teacher, tokens=tokens, loss=loss, temperature=temperature)
+
+
+def require_groups(rollout: RolloutSection, name: str) -> None:
+    """Refuse settings under which the samples of a problem cannot differ in outcome."""
+    if rollout.samples_per_problem < 2:
+        raise PastError(
+            f"rollout.samples_per_problem = 1 leaves {name} without a group to compare with: "
+            "set it to 2 or more, e.g. 8"
+        )
+    if rollout.student.temperature == 0:
+        raise PastError(
+            f"rollout.student.temperature = 0 draws the same response again and again: {name} needs sampling"
+        )
 
 
 class Method:

@@ -17,9 +17,9 @@ from pydantic import Field
 
 from past_opsd.config import RolloutSection, Section
 from past_opsd.losses import Reinforce, Stay
-from past_opsd.methods import Method
+from past_opsd.methods import Method, require_groups
 from past_opsd.prompts import Prompts
-from past_opsd.types import Attempt, Batch, PastError, Term, View, by_problem, group_advantages, mean, scale
+from past_opsd.types import Attempt, Batch, Term, View, by_problem, group_advantages, mean, scale
 
 
 class Options(Section):
@@ -32,12 +32,7 @@ class Options(Section):
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Grpo:
     """The method; the policy gradient reads the student at its sampling temperature."""
-    if rollout.samples_per_problem < 2:
-        raise PastError(
-            "rollout.samples_per_problem = 1 leaves GRPO without a group to compare with: set it to 2 or more, e.g. 8"
-        )
-    if rollout.student.temperature == 0:
-        raise PastError("rollout.student.temperature = 0 draws the same response again and again: GRPO needs sampling")
+    require_groups(rollout, "GRPO")
     return Grpo(options, rollout.student.temperature)
 
 

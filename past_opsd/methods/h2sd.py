@@ -25,7 +25,7 @@ from pydantic import Field
 from past_opsd.config import RolloutSection, Section
 from past_opsd.lab import Work
 from past_opsd.losses import ModulatedReinforce, Reinforce, Stay
-from past_opsd.methods import Method, Tools
+from past_opsd.methods import Method, Tools, distill, require_groups
 from past_opsd.prompts import Prompts
 from past_opsd.sampling import Draws
 from past_opsd.types import (
@@ -70,12 +70,7 @@ class Options(Section):
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> H2sd:
     """The method; the policy gradient reads the student at its sampling temperature."""
-    if rollout.samples_per_problem < 2:
-        raise PastError(
-            "rollout.samples_per_problem = 1 leaves H2SD without a group to compare with: set it to 2 or more, e.g. 8"
-        )
-    if rollout.student.temperature == 0:
-        raise PastError("rollout.student.temperature = 0 draws the same response again and again: H2SD needs sampling")
+    require_groups(rollout, "H2SD")
     blank = Problem("", "", "", "")
     prompts.rephrase(blank, "")  # a recipe without the templates is refused here
     prompts.hint(blank, "")
@@ -175,14 +170,7 @@ class H2sd(Method):
         )
 
     def _distill(self, attempt: Attempt) -> Term:
-        return Term(
-            "distill",
-            live=attempt.view,
-            frozen=self.teacher_view(attempt),
-            tokens=attempt.response.tokens,
-            loss=Stay(self._o.tau),
-            temperature=self._o.temperature,
-        )
+        return distill(attempt, self.teacher_view(attempt), Stay(self._o.tau), self._o.temperature)
 
     def _punish(self, attempt: Attempt, advantage: float) -> Term:
         return Term(

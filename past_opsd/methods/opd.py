@@ -11,7 +11,7 @@ from pydantic import Field
 
 from past_opsd.config import RolloutSection, Section
 from past_opsd.losses import GeneralizedJSD, Match
-from past_opsd.methods import Method
+from past_opsd.methods import Method, distill
 from past_opsd.prompts import Prompts
 from past_opsd.types import Attempt, Batch, Term, View, mean
 
@@ -44,11 +44,5 @@ class Opd(Method):
 
     def _distill(self, attempt: Attempt) -> Term:
         o = self._options
-        return Term(
-            "distill",
-            live=attempt.view,
-            frozen=self.teacher_view(attempt),
-            tokens=attempt.response.tokens,
-            loss=Match(o.tau) if o.beta == 0 else GeneralizedJSD(o.beta, o.tau),
-            temperature=o.temperature,
-        )
+        loss = Match(o.tau) if o.beta == 0 else GeneralizedJSD(o.beta, o.tau)
+        return distill(attempt, self.teacher_view(attempt), loss, o.temperature)

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from past_opsd.config import RolloutSection, Section
 from past_opsd.losses import Match
-from past_opsd.methods import Method, Tools
+from past_opsd.methods import Method, Tools, distill
 from past_opsd.prompts import Prompts
 from past_opsd.types import Adapter, Attempt, Batch, Term, View, mean
 
@@ -56,14 +56,7 @@ class Opsd(Method):
         return mean([self._distill(a)] for a in batch.attempts)
 
     def _distill(self, attempt: Attempt) -> Term:
-        return Term(
-            "distill",
-            live=attempt.view,
-            frozen=self.teacher_view(attempt),
-            tokens=attempt.response.tokens,
-            loss=Match(self._options.tau),
-            temperature=self._options.temperature,
-        )
+        return distill(attempt, self.teacher_view(attempt), Match(self._options.tau), self._options.temperature)
 
     def sync(self) -> float:
         """The student's share in the average after a cycle."""

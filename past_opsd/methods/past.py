@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 
 from past_opsd.config import RolloutSection, Section
 from past_opsd.losses import GeneralizedJSD, Match, MatchPlusCE, Reinforce, SampledToken, Stay, TopK
-from past_opsd.methods import Method
+from past_opsd.methods import Method, distill
 from past_opsd.prompts import Prompts
 from past_opsd.sampling import Controller, ControllerOptions, Draw, Draws, adaptive, fixed
 from past_opsd.types import Attempt, Batch, Group, Term, View, group_advantages, mean, scale
@@ -157,14 +157,7 @@ class Past(Method):
         return mean([self._distill(a)] for a in batch.attempts)
 
     def _distill(self, attempt: Attempt) -> Term:
-        return Term(
-            "distill",
-            live=attempt.view,
-            frozen=self.teacher_view(attempt),
-            tokens=attempt.response.tokens,
-            loss=self._matching(self._o.tau),
-            temperature=self._o.temperature,
-        )
+        return distill(attempt, self.teacher_view(attempt), self._matching(self._o.tau), self._o.temperature)
 
     def _matching(self, tau: float) -> Any:
         """The distribution objective, [eq:pointwise-clipped-divergence] unless an ablation chose another."""

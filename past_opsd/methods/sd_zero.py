@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 from past_opsd.config import RolloutSection, Sampling, Section
 from past_opsd.lab import Work
 from past_opsd.losses import Imitate, MixedTopK, Stay
-from past_opsd.methods import Method, Tools
+from past_opsd.methods import Method, Tools, distill
 from past_opsd.prompts import Prompts
 from past_opsd.sampling import Draws
 from past_opsd.types import Attempt, Batch, PastError, Term, Tokens, View, derive_seed, mean
@@ -225,14 +225,8 @@ class SdZero(Method):
         return mean([self._distill(a)] for a in batch.attempts)
 
     def _distill(self, attempt: Attempt) -> Term:
-        return Term(
-            "distill",
-            live=attempt.view,
-            frozen=self.teacher_view(attempt),
-            tokens=attempt.response.tokens,
-            loss=Stay() if self._o.divergence == "reverse" else MixedTopK(self._o.top_k),
-            temperature=self._o.temperature,
-        )
+        loss = Stay() if self._o.divergence == "reverse" else MixedTopK(self._o.top_k)
+        return distill(attempt, self.teacher_view(attempt), loss, self._o.temperature)
 
     def end_cycle(self, draws: Sequence[Draws]) -> None:
         self._cycles += 1
