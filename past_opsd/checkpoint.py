@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -52,8 +51,8 @@ def save(run: Path, step: int, model: Model, learner: Learner, state: Mapping[st
     temporary = final.with_name(f".writing-{final.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     (temporary / "teacher").mkdir(parents=True)
-    _save_adapter(model, "student", temporary)
-    _save_adapter(model, "teacher", temporary / "teacher")
+    model.save_adapter("student", temporary)
+    model.save_adapter("teacher", temporary / "teacher")
     for adapter in TRAINABLE:
         save_file(_optimizer_state(model, learner, adapter), temporary / f"optimizer-{adapter}.safetensors")
     progress = {"format": FORMAT, "next_cycle": step, "steps": learner.steps, "versions": model.versions}
@@ -148,14 +147,6 @@ def prune(run: Path, keep: int, protected: set[int]) -> None:
     for step in steps(run)[:-keep]:
         if step not in protected:
             shutil.rmtree(folder(run, step))
-
-
-def _save_adapter(model: Model, adapter: Adapter, path: Path) -> None:
-    tensors = get_peft_model_state_dict(model.peft, adapter_name=adapter)
-    save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, path / "adapter_model.safetensors")
-    config = model.peft.peft_config[adapter]
-    config.inference_mode = True
-    config.save_pretrained(str(path))
 
 
 def _optimizer_state(model: Model, learner: Learner, adapter: Adapter) -> dict[str, Tensor]:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -227,6 +228,14 @@ class Model(Network):
             digest.update(name.encode())
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+    def save_adapter(self, adapter: Adapter, folder: Path) -> None:
+        """Write an adapter as plain PEFT loads it."""
+        tensors = get_peft_model_state_dict(self.peft, adapter_name=adapter)
+        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors")
+        config = self.peft.peft_config[adapter]
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
 
     @property
     def max_context(self) -> int:
