@@ -1,0 +1,243 @@
+"""A finished or running training run opened at one of its checkpoints, for the commands that look into it.
+
+The parts are rebuilt from the run's own recipe, both adapters are loaded and published, and nothing is trained. What
+is measured along token ids goes from hidden states through the head chunk by chunk: no [T, V] of a whole response.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from past_opsd import checkpoint, config
+from past_opsd.lab import Work
+from past_opsd.model import Model
+from past_opsd.train import Session, differences, session
+from past_opsd.types import Adapter, Attempt, PastError, Problem, Response, Tokens, Verdict, View, derive_seed
+
+# Without these the adapters mean something else; a changed verifier or recipe is only worth a note.
+_ESSENTIAL = ("base", "expert", "tokenizer", "chat_template")
+# Chunk-sized tensors alive at once while a divergence is taken, beside one per view.
+_COPIES = 8
+
+
+@dataclass
+class Boundary:
+    """A run's parts at one boundary."""
+
+    parts: Session
+    run: Path
+    teacher: Adapter
+    step: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def seed(self) -> int:
+        return self.parts.recipe.run.seed
+
+    def move(self, step: int) -> None:
+        """Load both adapters of another checkpoint and let the engine serve them."""
+        path = checkpoint.folder(self.run, step)
+        state = checkpoint.read_state(path)
+        self.notes = _compare(state["identity"], self.parts, path)
+        checkpoint.load_adapter(self.parts.model, "student", path)
+        checkpoint.load_adapter(self.parts.model, "teacher", path / "teacher")
+        self.parts.loop.method.restore(state["method"])
+        self.parts.loop.publish()
+        self.step = step
+
+    def description(self) -> dict[str, Any]:
+        """Which run, which step: the head of every file written about it."""
+        recipe = self.parts.recipe
+        return {"step": self.step, "recipe": recipe.name, "method": recipe.method.name, "seed": self.seed}
+
+
+@contextmanager
+def opened(run: Path, step: int) -> Iterator[Boundary]:
+    """The run at the checkpoint of this step."""
+    with session(recipe_of(run)) as parts:
+        boundary = Boundary(parts, run, teacher_adapter(parts))
+        boundary.move(step)
+        yield boundary
+
+
+def recipe_of(run: Path) -> config.Recipe:
+    """The run's own recipe."""
+    file = run / "recipe.toml"
+    if not file.is_file():
+        raise PastError(f"{run}: not a run folder (it holds no recipe.toml); give the --out folder of 'past train'")
+    return config.load(str(file))
+
+
+def choose(run: Path, step: int | None) -> tuple[int, list[str]]:
+    """The wanted boundary, or the newest whole one with a line for each damaged one passed over."""
+    recipe_of(run)
+    kept = checkpoint.steps(run)
+    if not kept:
+        raise PastError(f"{run}: the run has no checkpoint yet")
+    if step is None:
+        path, notes = checkpoint.newest_whole(run)
+        if path is None:
+            raise PastError(f"{run}: no checkpoint is whole; " + "; ".join(notes))
+        return int(path.name.rpartition("-")[2]), notes
+    if step not in kept:
+        raise PastError(f"{run}: no checkpoint of step {step}; kept are {', '.join(map(str, kept))}")
+    problem = checkpoint.damage(checkpoint.folder(run, step))
+    if problem is not None:
+        others = ", ".join(str(s) for s in kept if s != step) or "none"
+        raise PastError(f"{checkpoint.folder(run, step)} is damaged ({problem}); other steps kept: {others}")
+    return step, []
+
+
+def whole(run: Path) -> tuple[list[int], list[str]]:
+    """Every undamaged boundary, and a line for each damaged one."""
+    choose(run, None)
+    problems = {step: checkpoint.damage(checkpoint.folder(run, step)) for step in checkpoint.steps(run)}
+    notes = [f"{checkpoint.folder(run, s)} is damaged ({p}); left out" for s, p in problems.items() if p is not None]
+    return [step for step, problem in problems.items() if problem is None], notes
+
+
+def _compare(saved: dict[str, Any], parts: Session, path: Path) -> list[str]:
+    changes = differences(saved, parts.identity)
+    bad = [line for line in changes if line.startswith(tuple(f"{key}:" for key in _ESSENTIAL))]
+    if bad:
+        lines = "\n".join(f"  {line}" for line in bad)
+        raise PastError(f"{path} was trained on another model; restore what it had:\n{lines}")
+    # A key that the run did not have yet has its default now.
+    return [f"changed since training: {line}" for line in changes if ": None -> " not in line]
+
+
+def teacher_adapter(parts: Session) -> Adapter:
+    """Whose weights the run's teacher has; refuses methods without a privileged teacher."""
+    view = own_view(parts)
+    name = parts.recipe.method.name
+    if view.adapter == "expert":
+        raise PastError(f"method '{name}' learns from a separate expert that reads the prefix alone: nothing to probe")
+    if view == _prototype(parts).view:
+        raise PastError(f"method '{name}' has no privileged teacher: there is nothing to probe")
+    return view.adapter
+
+
+def own_view(parts: Session) -> View:
+    """What the run's own teacher reads for an empty, correct attempt at the first problem."""
+    return parts.loop.method.teacher_view(_prototype(parts))
+
+
+def own_condition(parts: Session) -> str:
+    """Which probe prompt the run's own teacher reads: 'matching', 'removed' or 'other'."""
+    problem, prompts = parts.loop.problems[0], parts.loop.prompts
+    known = {prompts.hindsight(problem, ""): "matching", prompts.removed(problem): "removed"}
+    return known.get(own_view(parts).prompt, "other")
+
+
+def _prototype(parts: Session) -> Attempt:
+    problem = parts.loop.problems[0]
+    view = View("student", parts.loop.prompts.student(problem))
+    return Attempt(problem, view, Response((), "", (), True), Verdict(True, "correct"))
+
+
+def pick(problems: Sequence[Problem], count: int, *seed: int | str) -> list[Problem]:
+    """Up to `count` different problems, seeded."""
+    order = np.random.default_rng(derive_seed(*seed)).permutation(len(problems))
+    return [problems[i] for i in order[:count]]
+
+
+def responses(at: Boundary, problems: Sequence[Problem], samples: int, role: str) -> list[Attempt]:
+    """Fresh student responses from X alone; problems whose prompt leaves no room are left out."""
+    loop = at.parts.loop
+    work = [
+        Work(problem, View("student", prompt), derive_seed(at.seed, role, at.step, problem.id, "student", sample))
+        for problem in problems
+        for prompt in [loop.prompts.student(problem)]
+        if len(prompt) + loop.rollout.student.max_new_tokens <= loop.max_context
+        for sample in range(samples)
+    ]
+    return loop.attempt(work, loop.rollout.student)
+
+
+def save(run: Path, name: str, result: Mapping[str, Any]) -> Path:
+    """Write RUN/probes/NAME.json."""
+    file = run / "probes" / f"{name}.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return file
+
+
+def stop_tokens(model: Model) -> set[int]:
+    """The ids that end a response."""
+    configured = cast(Any, model.network).generation_config.eos_token_id
+    ids = configured if isinstance(configured, list) else [configured]
+    return {i for i in (*ids, model.tokenizer.eos_token_id) if i is not None}
+
+
+def batches(widths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Indices in order of width, cut so that the padded size of a batch stays within the budget."""
+    batch: list[int] = []
+    for i in sorted(range(len(widths)), key=lambda i: widths[i]):
+        if batch and widths[i] * (len(batch) + 1) > budget:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+@torch.no_grad()
+def along(
+    at: Boundary,
+    paths: Sequence[tuple[Sequence[View], Tokens]],
+    measure: Callable[[list[Tensor]], Tensor],
+) -> np.ndarray:
+    """Means over each path's tokens of what `measure` says of its views' log-probabilities, [paths, K].
+
+    A path is token ids with the views that read them, of the same adapters in the same order in every path.
+    `measure` gets one [rows, V] a view and gives [K, rows].
+    """
+    learner, model = at.parts.recipe.learner, at.parts.model
+    widths = [max(len(v.prompt) for v in views) + len(tokens) for views, tokens in paths]
+    out: list[Any] = [None] * len(paths)
+    for batch in batches(widths, learner.token_budget):
+        lengths = [len(paths[i][1]) for i in batch]
+        count = len(paths[batch[0]][0])
+        states = [model.hidden([(paths[i][0][k], paths[i][1]) for i in batch]) for k in range(count)]
+        values = _by_chunks(model, states, measure, learner.loss_memory_mib << 20)
+        for i, part in zip(batch, values.split(lengths, dim=1), strict=True):
+            out[i] = part.double().mean(1).cpu().numpy()
+    return np.array(out)
+
+
+def _by_chunks(
+    model: Model, states: list[Tensor], measure: Callable[[list[Tensor]], Tensor], budget_bytes: int
+) -> Tensor:
+    rows = max(1, budget_bytes // (4 * len(model.head) * (len(states) + _COPIES)))
+    chunks = zip(*(s.split(rows) for s in states), strict=True)
+    return torch.cat([measure([log_probs(model, s) for s in chunk]) for chunk in chunks], dim=1)
+
+
+def log_probs(model: Model, states: Tensor) -> Tensor:
+    """Hidden states [rows, H] to float32 log-probabilities [rows, V], at temperature 1."""
+    logits = torch.nn.functional.linear(states.to(model.head), model.head, model.head_bias)
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+@torch.no_grad()
+def next_token(at: Boundary, views: Sequence[View]) -> np.ndarray:
+    """The next token's distribution after each view's prompt, float64 [views, V]; one adapter for all."""
+    model = at.parts.model
+    distinct = list(dict.fromkeys(views))
+    out = np.empty((len(distinct), len(model.head)))
+    for batch in batches([len(v.prompt) for v in distinct], at.parts.recipe.learner.token_budget):
+        # The one token only marks the position that predicts it; it is not read.
+        states = model.hidden([(distinct[i], (0,)) for i in batch])
+        logits = torch.nn.functional.linear(states.to(model.head), model.head, model.head_bias)
+        out[batch] = torch.softmax(logits.double(), dim=-1).cpu().numpy()
+    index = {view: row for row, view in enumerate(distinct)}
+    return out[[index[view] for view in views]]
