@@ -1,0 +1,87 @@
+"""`past report`: runs as one self-contained HTML file with figures, tables and a browser of trajectories."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from past_opsd.report import data, figures, page, trajectories
+from past_opsd.report.data import Run
+from past_opsd.types import PastError
+
+TRAJECTORIES = 12
+
+
+def render(runs: Sequence[Run], *, trajectories: int = TRAJECTORIES) -> str:
+    """The report of one run or of many as HTML, with `trajectories` attempts of one run of each method."""
+    return _render(runs, trajectories, None)
+
+
+def write(runs: Sequence[Run], out: Path, *, trajectories: int = TRAJECTORIES, figures: bool = True) -> Path:
+    """Write the report to `out`, whole or not at all; `figures` puts SVG and PDF files into `figures/` beside it."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _replace(out, _render(runs, trajectories, out.parent / "figures" if figures else None))
+    return out
+
+
+def _render(runs: Sequence[Run], count: int, folder: Path | None) -> str:
+    methods = data.methods(runs)
+    found = figures.figures(list(runs))
+    files: Mapping[str, list[str]] = {}
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        files = {f.name: [f"{folder.name}/{path.name}" for path in figures.save(f, folder)] for f in found}
+    browser = trajectories.collect(methods, count)
+    return page.page(page.Content(list(runs), methods, found, browser, files))
+
+
+def _replace(out: Path, text: str) -> None:
+    try:
+        handle, name = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
+    except OSError as error:
+        raise PastError(f"{out}: cannot be written ({error.strerror}); choose another --out") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as sink:
+            sink.write(text)
+            sink.flush()
+            os.fsync(sink.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, out)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `past report`."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, or a folder that holds runs")
+    parser.add_argument("--out", type=Path, help="HTML file (default: report/index.html in the one folder given)")
+    parser.add_argument(
+        "--trajectories",
+        type=int,
+        default=TRAJECTORIES,
+        metavar="N",
+        help="attempts of each method in the trajectory browser; 0 leaves it out (default %(default)s)",
+    )
+    parser.add_argument("--figures", action="store_true", help="also write each figure as SVG and PDF beside the page")
+
+
+def run(args: argparse.Namespace) -> int:
+    """`past report`."""
+    if args.trajectories < 0:
+        raise PastError(f"--trajectories {args.trajectories}: give 0 or more")
+    if args.out is None and len(args.runs) > 1:
+        raise PastError("several folders were given: say with --out FILE.html where the report shall go")
+    out = args.out or args.runs[0] / "report" / "index.html"
+    if out.is_dir():
+        raise PastError(f"--out {out} is a folder; give the name of a file, e.g. {out / 'index.html'}")
+    began = time.monotonic()
+    runs = data.find(args.runs)
+    write(runs, out, trajectories=args.trajectories, figures=args.figures)
+    size = out.stat().st_size / 1e6
+    print(f"{out}: {len(runs)} run{'s' if len(runs) > 1 else ''}, {size:.2f} MB, {time.monotonic() - began:.1f} s")
+    return 0
