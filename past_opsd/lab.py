@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from past_opsd.config import Sampling
@@ -26,11 +27,14 @@ class Lab:
 
     engine: Engine
     verifier: Verifier
+    span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+    """Entered around the verifier's work, so that its time is told apart from sampling."""
 
     def attempt(self, work: Sequence[Work], sampling: Sampling, versions: Mapping[Adapter, int]) -> list[Attempt]:
         """One verified attempt per item, in order."""
         if not work:
             return []
         responses = self.engine.sample([Request(w.view, w.seed) for w in work], sampling, versions)
-        verdicts = self.verifier.verify([(w.problem.answer, r) for w, r in zip(work, responses, strict=True)])
+        with self.span("verify"):
+            verdicts = self.verifier.verify([(w.problem, r) for w, r in zip(work, responses, strict=True)])
         return [Attempt(w.problem, w.view, r, v) for w, r, v in zip(work, responses, verdicts, strict=True)]
