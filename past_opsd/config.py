@@ -54,16 +54,27 @@ class LoraSection(Section):
 
     rank: int = Field(64, ge=1, description="rank of both LoRA adapters")
     alpha: float = Field(128, gt=0, description="LoRA alpha; the update is scaled by alpha / rank")
-    targets: str | list[str] = Field("all-linear", description="module names to adapt, or 'all-linear'")
+    targets: str | list[str] = Field(
+        "auto", description="module names to adapt; 'auto' takes every linear projection of the decoder blocks"
+    )
+    dtype: Literal["float32", "base"] = Field("float32", description="dtype of the adapters; 'base' follows the base")
 
 
 class ModelSection(Section):
     """The frozen base and its two adapters."""
 
-    path: str = Field(description="'embedded', a local folder, or a Hugging Face hub id")
+    path: str = Field(description="'embedded', a pulled model, a local folder, a .gguf file, or a hub id")
     revision: str | None = Field(None, description="hub revision")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="dtype of the frozen base")
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field("sdpa", description="attention implementation")
+    gguf_file: str | None = Field(None, description="the GGUF file of a folder or hub repository with several")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="dtype of the frozen base")
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
+        "auto", description="attention implementation"
+    )
+    device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="'auto', 'cpu', 'cuda:1', 'mps'")
+    device_map: Literal["single", "auto"] = Field("single", description="'auto' spreads the base over all GPUs")
+    gradient_checkpointing: Literal["auto"] | bool = Field(
+        "auto", description="recompute activations in the backward pass: less memory, more time"
+    )
     trust_remote_code: bool = Field(False, description="run code that a model repository ships; off by default")
     max_context: int | None = Field(None, ge=8, description="prompt + response limit; default: the model's own")
     expert: str | None = Field(None, description="a separate frozen teacher for methods that distill from one (OPD)")

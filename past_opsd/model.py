@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,32 +19,18 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from past_opsd.config import ModelSection
+from past_opsd.pretrained import Choice, hardware, load_network, load_tokenizer, resolve
 from past_opsd.types import Adapter, PastError, Tokens, View
 
-transformers_logging.disable_progress_bar()
+__all__ = ["TRAINABLE", "Model", "Network", "linear_targets", "load_tokenizer", "resolve"]
 
 TRAINABLE: tuple[Adapter, Adapter] = ("student", "teacher")
-
-
-def resolve(path: str) -> str:
-    """'embedded' and 'embedded-expert' ship with the package; anything else is a folder or a hub id."""
-    shipped = {"embedded": "embedded_model", "embedded-expert": "embedded_expert"}
-    return str(Path(__file__).parent / "tasks" / shipped[path]) if path in shipped else path
-
-
-def load_tokenizer(section: ModelSection) -> Any:
-    """The model's own tokenizer."""
-    path = resolve(section.path)
-    try:
-        return AutoTokenizer.from_pretrained(
-            path, revision=section.revision, trust_remote_code=section.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise PastError(_unloadable("tokenizer", section.path, error)) from None
+# Mixture-of-experts routers: which expert computes is not what an adapter should learn.
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 
 def _tokenizer_text(tokenizer: Any) -> str:
@@ -54,39 +41,61 @@ def _tokenizer_text(tokenizer: Any) -> str:
     return json.dumps({k: v for k, v in plain.items() if k not in ("padding", "truncation")}, sort_keys=True)
 
 
-def _unloadable(what: str, path: str, error: Exception) -> str:
-    reason = str(error).strip().split("\n")[0]
-    return f"model.path: no {what} can be loaded from '{path}' ({reason}); give a local folder or a hub id that exists"
+def linear_targets(network: nn.Module, layers: int) -> tuple[list[str], bool]:
+    """LoRA targets: every linear projection inside the decoder blocks; and whether they are GPT-2's transposed ones.
+
+    Short names (`q_proj`) where they mean the blocks alone, full names otherwise.
+    """
+    blocks = tuple(
+        f"{name}."
+        for name, module in network.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == layers
+    )
+    linear = {n: m for n, m in network.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    inside = [n for n in linear if n.startswith(blocks) and n.rpartition(".")[2] not in ROUTERS]
+    if not inside:
+        raise PastError("model.lora.targets = 'auto' finds no linear projection in this model's blocks; name them")
+    short = {n.rpartition(".")[2] for n in inside}
+    clear = not any(n.rpartition(".")[2] in short for n in linear if n not in inside)
+    return sorted(short if clear else inside), all(isinstance(linear[n], Conv1D) for n in inside)
 
 
 class Network:
     """A frozen causal language model: hidden states and the output projection."""
 
-    def __init__(self, section: ModelSection, path: str):
-        source = resolve(path)
-        kwargs: dict[str, Any] = {"trust_remote_code": section.trust_remote_code}
-        if path == section.path:
-            kwargs["revision"] = section.revision
-        try:
-            self.config = AutoConfig.from_pretrained(source, **kwargs)
-            network = AutoModelForCausalLM.from_pretrained(
-                source,
-                config=self.config,
-                dtype=getattr(torch, section.dtype),
-                attn_implementation=section.attention,
-                **kwargs,
-            )
-        except (OSError, ValueError, ImportError) as error:
-            raise PastError(_unloadable("causal language model", path, error)) from None
-        self._refuse_unsupported(path)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.network = cast(nn.Module, network).requires_grad_(False).to(self.device).eval()
+    def __init__(self, section: ModelSection, path: str, choice: Choice | None = None):
+        self.choice = choice or hardware(section)
+        self.config, self.network = load_network(section, path, self.choice)
+        self.device = cast(Any, self.network).get_input_embeddings().weight.device
+        self._scale = self._logit_scale(path)
+        self._prove(path)
 
-    def _refuse_unsupported(self, path: str) -> None:
-        plain = self.config.to_dict()
-        for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-            if plain.get(key) not in (None, 1, 1.0):
-                raise PastError(f"'{path}' scales its logits ({key}); losses from hidden states do not know that")
+    def _logit_scale(self, path: str) -> float:
+        plain = self.config.get_text_config().to_dict()
+        if plain.get("final_logit_softcapping") is not None:
+            raise PastError(
+                f"'{path}' caps its logits (final_logit_softcapping); the losses here are computed from hidden states "
+                "and a linear head and would be wrong, so this architecture is not supported"
+            )
+        scale, divisor = plain.get("logit_scale"), plain.get("logits_scaling")
+        return (1.0 if scale is None else float(scale)) / (1.0 if divisor is None else float(divisor))
+
+    @torch.no_grad()
+    def _prove(self, path: str) -> None:
+        """The head applied to the hidden states must be the model's own logits, or every loss would be wrong."""
+        ids = torch.arange(1, 5, device=self.device)[None] % len(self.head)
+        states = cast(Any, self.network).base_model(input_ids=ids, use_cache=False).last_hidden_state
+        ours = nn.functional.linear(self._scaled(states).to(self.head.device), self.head, self.head_bias).float()
+        own = cast(Any, self.network)(input_ids=ids, use_cache=False).logits.to(ours.device).float()
+        tolerance = 1e-3 if self.head.dtype == torch.float32 else 3e-2
+        if ours.shape != own.shape or float((ours - own).abs().max()) > tolerance * float(own.abs().max()):
+            raise PastError(
+                f"'{path}' ({self.config.model_type}) computes its logits otherwise than by a linear head on its last "
+                "hidden states; losses from hidden states would be wrong, so this architecture is not supported"
+            )
+
+    def _scaled(self, states: Tensor) -> Tensor:
+        return states if self._scale == 1.0 else states * self._scale
 
     @property
     def head(self) -> Tensor:
@@ -115,6 +124,7 @@ class Network:
         states = backbone(
             input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False
         ).last_hidden_state
+        states = self._scaled(states.to(self.head.device))
         rows = [states[i, len(v.prompt) - 1 : len(v.prompt) + len(y) - 1] for i, (v, y) in enumerate(paths)]
         return torch.cat(rows)
 
@@ -135,9 +145,13 @@ class Model(Network):
         self.section = section
         self.tokenizer = load_tokenizer(section)
         super().__init__(section, section.path)
+        self._fit_vocabulary()
         self.expert = None if section.expert is None else self._load_expert(section.expert)
-        self.peft = self._adapters(self.network, seed).to(self.device)
+        self.peft = self._adapters(self.network, seed)
+        if self.choice.device_map is None:
+            self.peft.to(self.device)
         self.peft.eval()  # no dropout anywhere: live and frozen views are functions
+        self._blocks = self._checkpointed_blocks()
         self._layers = [m for m in self.peft.modules() if isinstance(m, LoraLayer)]
         self._parameters = {a: self._named(a) for a in TRAINABLE}
         self._phase: Adapter | None = None
@@ -146,28 +160,53 @@ class Model(Network):
         self._folded: tuple[Adapter, int, list[Tensor]] | None = None
         self.activate("base")
 
+    def _fit_vocabulary(self) -> None:
+        highest = max(self.tokenizer.get_vocab().values())
+        if highest >= len(self.head):
+            raise PastError(
+                f"model.path: the tokenizer of '{self.section.path}' has ids up to {highest}, but the model's head has "
+                f"{len(self.head)} rows; the two do not belong together, or the head must be resized and saved first"
+            )
+
     def _adapters(self, base: Any, seed: int) -> PeftModel:
         lora = self.section.lora
+        targets, transposed = lora.targets, False
+        if targets == "auto":
+            targets, transposed = linear_targets(base, self.config.get_text_config().num_hidden_layers)
         config = LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
             lora_dropout=0.0,
-            target_modules=lora.targets,
+            target_modules=targets,
+            fan_in_fan_out=transposed,
             task_type="CAUSAL_LM",
             bias="none",
         )
+        upcast = lora.dtype == "float32"
         try:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                model = cast(PeftModel, get_peft_model(base, config, adapter_name="student"))
-                model.add_adapter("teacher", config)
+                model = get_peft_model(base, config, adapter_name="student", autocast_adapter_dtype=upcast)
+                model.add_adapter("teacher", config, autocast_adapter_dtype=upcast)
         except ValueError as error:
             raise PastError(f"model.lora.targets = {lora.targets!r} does not fit this model: {error}") from None
-        return model
+        return cast(PeftModel, model)
+
+    def _checkpointed_blocks(self) -> list[nn.Module]:
+        if not self.choice.gradient_checkpointing:
+            return []
+        network = cast(Any, self.network)
+        if not network.supports_gradient_checkpointing:
+            if self.section.gradient_checkpointing == "auto":
+                return []
+            raise PastError(f"model.gradient_checkpointing: '{self.section.path}' does not support it; set it to false")
+        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return [m for m in network.modules() if isinstance(m, GradientCheckpointingLayer)]
 
     def _load_expert(self, path: str) -> Network:
-        expert = Network(self.section, path)
-        tokenizer = load_tokenizer(self.section.model_copy(update={"path": path, "revision": None}))
+        # Beside the student's head, where both views' states meet in the loss.
+        expert = Network(self.section, path, replace(self.choice, device=str(self.head.device), device_map=None))
+        tokenizer = load_tokenizer(self.section.model_copy(update={"path": path, "revision": None, "gguf_file": None}))
         if _tokenizer_text(tokenizer) != _tokenizer_text(self.tokenizer) or len(expert.head) != len(self.head):
             raise PastError(
                 f"model.expert = '{path}' has another vocabulary than model.path = '{self.section.path}'; "
@@ -202,11 +241,19 @@ class Model(Network):
         """A phase: inside it exactly this adapter's parameters are trainable; outside none are."""
         self._phase = adapter
         self.activate(adapter)
+        self._checkpointing(True)
         try:
             yield
         finally:
+            self._checkpointing(False)
             self._phase = None
             self.activate("base")
+
+    def _checkpointing(self, on: bool) -> None:
+        # A block checkpoints only in training mode, and drops its cache then: its own flag is raised, for a phase, and
+        # none of its parts'.
+        for block in self._blocks:
+            block.training = on
 
     def trainable(self) -> set[str]:
         """Names of all parameters that would get a gradient now."""
@@ -240,8 +287,12 @@ class Model(Network):
     @property
     def max_context(self) -> int:
         """Prompt plus response, in tokens."""
-        own = self.config.get_text_config().max_position_embeddings
-        return min(own, self.section.max_context or own)
+        text = self.config.get_text_config()
+        own = text.to_dict().get(text.attribute_map.get("max_position_embeddings", "max_position_embeddings"))
+        limits = [n for n in (own, self.section.max_context) if n is not None]
+        if not limits:
+            raise PastError(f"'{self.section.path}' names no longest context; set model.max_context")
+        return min(limits)
 
     def hidden(self, paths: Sequence[tuple[View, Tokens]]) -> Tensor:
         """`states` under the views' adapter, of which there must be one."""
@@ -260,7 +311,14 @@ class Model(Network):
 
     @contextmanager
     def sampling(self, adapter: Adapter) -> Iterator[nn.Module]:
-        """The network with one adapter folded into its weights; the base's own tensors are put back afterwards."""
+        """The network as one adapter's policy, fast: folded into the weights, which are put back afterwards.
+
+        Half-precision weights would round a small update away, so there the adapter stays beside them.
+        """
+        if self.choice.dtype != "float32":
+            self.activate(adapter)
+            yield self.network
+            return
         folded = self._fold(adapter)
         self.activate("base")
         layers = [cast(Any, layer).base_layer for layer in self._layers]
@@ -293,4 +351,5 @@ class Model(Network):
             "expert": "none" if self.expert is None else f"{self.section.expert} {self.expert.digest_base()}",
             "tokenizer": tokenizer.hexdigest()[:16],
             "chat_template": template.hexdigest()[:16],
+            "compute": f"{self.choice.dtype} {self.choice.attention}",
         }
