@@ -60,6 +60,7 @@ class Loop:
     def cycle(self, k: int, phase: Callable[[str], None] = lambda name: None) -> Cycle:
         """One cycle, from p_k and q_k to p_{k+1} and q_{k+1}."""
         versions = dict(self.learner.versions)
+        self.lab.engine.metrics()  # what evaluations and a resume did between cycles is not this cycle's
 
         phase("rollout")
         asked = self.take(k)
@@ -86,7 +87,8 @@ class Loop:
         self.method.end_cycle(draws)
         wanted = len(asked) * self.rollout.samples_per_problem if self.method.rollouts else 0
         dropped = wanted - len(kept) + len(asked) - len(problems)
-        return Cycle(batch, draws, dropped, versions, metrics | self.method.metrics())
+        metrics |= self.method.metrics() | self.lab.engine.metrics()
+        return Cycle(batch, draws, dropped, versions, metrics)
 
     def publish(self) -> None:
         """Let the engine serve both adapters as they are now."""

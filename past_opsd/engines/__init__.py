@@ -41,3 +41,11 @@ class Engine(Protocol):
         and min-p cut the support.
         """
         ...
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers since the last call, for the cycle's record."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the engine took: files, processes, memory. It may not be used afterwards."""
+        ...

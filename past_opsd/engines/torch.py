@@ -69,6 +69,11 @@ class TorchEngine:
                 out[i] = response
         return cast(list[Response], out)
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None: ...
+
     def _check(self, adapter: Adapter, wanted: int | None) -> None:
         published = self._published.get(adapter)
         now = self._model.versions[adapter]
