@@ -9,6 +9,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from past_opsd.stats import Interval
+
 Result = Mapping[str, Any]
 
 # Cost of a run and the column that shows it.
@@ -55,7 +57,7 @@ def scores(result: Result) -> Sheet:
     for row in result["rows"]:
         span = [100 * value for value in row.get("by_seed", [row["macro"][0]])]
         seeds = f"{min(span):.1f}-{max(span):.1f}" if len(span) > 1 else ""
-        difference = "" if row["label"] == reference else _interval(row["difference"])
+        difference = "" if row["label"] == reference else interval(row["difference"], sign=True, bounds=False)
         values = (*(f"{100 * row['tasks'][t]:.1f}" for t in tasks), f"{100 * row['macro'][0]:.1f}")
         rows.append((row["label"], *values, seeds, difference))
     return Sheet(title, header, rows)
@@ -131,6 +133,8 @@ def _tex(cells: Sequence[str]) -> str:
     return " & ".join(escaped) + " \\\\"
 
 
-def _interval(value: Sequence[float]) -> str:
-    estimate, low, high = (100 * v for v in value)
-    return f"{estimate:+.1f} [{low:.1f}, {high:.1f}]"
+def interval(value: Interval | Sequence[float], sign: bool = False, bounds: bool = True) -> str:
+    """'62.1 [60.3, 63.9]' in percent; `sign` writes a plus where there is no minus, at the `bounds` too or not."""
+    estimate, low, high = (value.estimate, value.low, value.high) if isinstance(value, Interval) else value
+    first, others = ("+" if sign else ""), ("+" if sign and bounds else "")
+    return f"{100 * estimate:{first}.1f} [{100 * low:{others}.1f}, {100 * high:{others}.1f}]"

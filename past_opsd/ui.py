@@ -10,7 +10,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from past_opsd.evaluate import Evaluation
-from past_opsd.stats import Interval, bootstrap
+from past_opsd.profiling import verdict
+from past_opsd.stats import bootstrap
+from past_opsd.tables import interval
 from past_opsd.train import Outcome
 
 
@@ -66,7 +68,13 @@ class TrainDisplay:
         self._console.print(f"note: {text}", style="yellow", highlight=False, soft_wrap=True)
 
 
-def closing(console: Console, outcome: Outcome, metrics: Mapping[str, float], pass_k: Sequence[int]) -> None:
+def closing(
+    console: Console,
+    outcome: Outcome,
+    metrics: Mapping[str, float],
+    timings: Sequence[Mapping[str, float]],
+    pass_k: Sequence[int],
+) -> None:
     """The summary at the end of a run."""
     if outcome.evaluations:
         console.print(evaluation_table(outcome.evaluations, pass_k))
@@ -78,6 +86,9 @@ def closing(console: Console, outcome: Outcome, metrics: Mapping[str, float], pa
         if metrics.get("cost/phase1_samples"):
             before = [f"{metrics[f'cost/phase1_{k}']:,.0f}" for k in ("samples", "tokens", "verifier_calls")]
             console.print("before cycle 0: {} samples, {} tokens; verifier {} calls".format(*before), highlight=False)
+    where = verdict(timings)
+    if where:
+        console.print(where, highlight=False)
     for warning in outcome.warnings:
         console.print(f"warning: {warning}", style="bold red", highlight=False, soft_wrap=True)
     if outcome.finished:
@@ -130,10 +141,3 @@ def evaluated(console: Console, evaluation: Evaluation, pass_k: Sequence[int]) -
         console.print(f"{name}: {reasons}", highlight=False, soft_wrap=True)
     if evaluation.dropped:
         console.print(f"{evaluation.dropped} problems were left out: prompt and response do not fit", style="bold red")
-
-
-def interval(value: Interval, sign: bool = False) -> str:
-    """'62.1 [60.3, 63.9]' in percent."""
-    form = "{:+.1f}" if sign else "{:.1f}"
-    parts = (form.format(100 * v) for v in (value.estimate, value.low, value.high))
-    return "{} [{}, {}]".format(*parts)

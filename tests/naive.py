@@ -9,7 +9,29 @@ from torch import Tensor
 
 from past_opsd.model import Model
 from past_opsd.prompts import Prompts
-from past_opsd.types import Attempt, Batch, Group
+from past_opsd.train import Session
+from past_opsd.types import Adapter, Attempt, Batch, Group
+
+
+def stir(parts: Session, *adapters: Adapter) -> None:
+    """Move adapters away from the identity, alike in every session, so that reading the wrong one shows."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for adapter in adapters:
+            for parameter in parts.model.parameters(adapter).values():
+                parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+            parts.model.bump(adapter)
+    parts.loop.publish()
+
+
+def adamw_step(model: Model, adapter: Adapter, loss: Tensor | None) -> None:
+    """AdamW's first step with lr = eps = 1: the bias-corrected moments are g and g^2, so p -= g / (|g| + 1)."""
+    assert loss is not None
+    parameters = list(model.parameters(adapter).values())
+    grads = torch.autograd.grad(loss, parameters)
+    with torch.no_grad():
+        for parameter, g in zip(parameters, grads, strict=True):
+            parameter.sub_(g / (g.abs() + 1.0))
 
 
 def logp(model: Model, adapter: str, prompt: tuple[int, ...], tokens: tuple[int, ...], grad: bool) -> Tensor:

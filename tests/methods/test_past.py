@@ -152,44 +152,25 @@ def test_a_damaged_controller_state_is_told(past: Session):
         method(past).restore({"controller": {"base": 99, "ema": 0.1, "streak": 0, "updates": 1}})
 
 
-def stirred(parts: Session) -> None:
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for adapter in ("student", "teacher"):
-            for parameter in parts.model.parameters(adapter).values():
-                parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
-            parts.model.bump(adapter)
-    parts.loop.publish()
-
-
 def test_one_cycle_equals_an_independent_naive_implementation(small_recipe):
     """Same rollouts, both adapters after both steps: the package against plain autograd, one sequence at a time."""
     # A large epsilon makes AdamW's step follow the gradient's size, so that a wrong scale shows.
     overrides = [f"learner.{a}.{k}" for a in ("student", "teacher") for k in ("eps=1.0", "lr=1.0", "max_grad_norm=1e9")]
     recipe = small_recipe("embedded/past", *overrides)
     with session(recipe) as mine, session(recipe) as other:
-        stirred(mine)
-        stirred(other)
+        naive.stir(mine, "student", "teacher")
+        naive.stir(other, "student", "teacher")
         cycle = mine.loop.cycle(0)
         assert cycle.batch.correct
         groups = [Group(a, d.continuations) for a, d in zip(cycle.batch.failed, cycle.draws, strict=True)]
         assert any(g.mixed for g in groups)
         model, prompts = other.model, other.loop.prompts
-        _naive_step(other, "teacher", naive.past_teacher_loss(model, prompts, cycle.batch, groups, 1.0, 0.05))
+        naive.adamw_step(model, "teacher", naive.past_teacher_loss(model, prompts, cycle.batch, groups, 1.0, 0.05))
         targets = [("teacher", prompts.hindsight(a.problem, a.response.text)) for a in cycle.batch.attempts]
-        _naive_step(other, "student", naive.student_loss(model, cycle.batch.attempts, targets, 1.0))
+        naive.adamw_step(model, "student", naive.student_loss(model, cycle.batch.attempts, targets, 1.0))
         for adapter in ("teacher", "student"):
             for name, value in other.model.parameters(adapter).items():
                 torch.testing.assert_close(mine.model.parameters(adapter)[name], value, atol=2e-6, rtol=1e-3)
-
-
-def _naive_step(parts: Session, adapter: str, loss: torch.Tensor) -> None:
-    """AdamW's first step by hand: the bias-corrected moments are g and g^2, so p -= lr g / (|g| + eps)."""
-    parameters = parts.model.parameters(adapter)
-    grads = torch.autograd.grad(loss, list(parameters.values()))
-    with torch.no_grad():
-        for parameter, g in zip(parameters.values(), grads, strict=True):
-            parameter.sub_(g / (g.abs() + 1.0))
 
 
 def test_routing_is_the_only_use_of_the_outcome(past: Session):

@@ -321,15 +321,6 @@ def test_an_untouched_phase_1_repeats_itself(small_recipe):
         assert not one.learner.optimizers["student"].state
 
 
-def naive_step(parts: Session, loss: torch.Tensor) -> None:
-    """AdamW's first step by hand: the bias-corrected moments are g and g^2, so p -= lr g / (|g| + eps)."""
-    parameters = parts.model.parameters("student")
-    grads = torch.autograd.grad(loss, list(parameters.values()))
-    with torch.no_grad():
-        for parameter, g in zip(parameters.values(), grads, strict=True):
-            parameter.sub_(g / (g.abs() + 1.0))
-
-
 def assert_same(mine: Session, other: Session, adapter: Adapter = "student") -> None:
     for name, value in other.model.parameters("student").items():
         torch.testing.assert_close(
@@ -379,8 +370,12 @@ def test_phase_1_equals_an_independent_naive_implementation(small_recipe, monkey
             logp = naive.logp(other.model, "student", prompt, tokens, grad=True)
             return -torch.stack([logp[t, y] for t, y in enumerate(tokens)]).mean()
 
-        naive_step(other, torch.stack([imitation(x, context + y) for x, context, y in first]).mean())
-        naive_step(other, torch.stack([imitation(x + context, y) for x, context, y in second]).mean())
+        naive.adamw_step(
+            other.model, "student", torch.stack([imitation(x, context + y) for x, context, y in first]).mean()
+        )
+        naive.adamw_step(
+            other.model, "student", torch.stack([imitation(x + context, y) for x, context, y in second]).mean()
+        )
         assert_same(mine, other)
         assert_same(mine, other, "teacher")
 
@@ -400,13 +395,7 @@ def test_one_cycle_equals_an_independent_naive_implementation(small_recipe, dive
     recipe = small_recipe("embedded/sd_zero", *PHASE1, *overrides, *FOLLOW_THE_GRADIENT)
     with session(recipe) as mine, session(recipe) as other:
         for parts in (mine, other):
-            generator = torch.Generator().manual_seed(5)
-            with torch.no_grad():
-                for adapter in ("student", "teacher"):
-                    for parameter in parts.model.parameters(adapter).values():
-                        parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
-                    parts.model.bump(adapter)
-            parts.loop.publish()
+            naive.stir(parts, "student", "teacher")
         batch = mine.loop.cycle(0).batch
         assert batch.correct
         assert batch.failed
@@ -419,7 +408,7 @@ def test_one_cycle_equals_an_independent_naive_implementation(small_recipe, dive
             live = naive.logp(other.model, "student", x, y, grad=True)
             values = naive.exact_kl(live, q) if divergence == "reverse" else mixed_top_k(q, live, 5)
             losses.append(values.mean())
-        naive_step(other, torch.stack(losses).mean())
+        naive.adamw_step(other.model, "student", torch.stack(losses).mean())
         assert_same(mine, other)
         assert mine.learner.steps == {"student": 1, "teacher": 0}
 
