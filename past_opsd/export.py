@@ -1,0 +1,159 @@
+"""`past export RUN`: the trained student for other programs, as a PEFT adapter or merged into its base.
+
+adapter_config.json, adapter_model.safetensors     as PEFT, vLLM and lm-evaluation-harness load them
+model.safetensors, config.json                     instead of these two with --merge
+tokenizer files, chat template, README.md          the card says what was trained on what, and how it scored
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from past_opsd import boundary, checkpoint, config
+from past_opsd.config import Recipe
+from past_opsd.evaluate import Evaluation
+from past_opsd.model import Model
+from past_opsd.pretrained import load_tokenizer, resolve
+from past_opsd.stats import bootstrap
+from past_opsd.types import PastError, derive_seed
+
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("folder", metavar="RUN", type=Path, help="a run's folder")
+    parser.add_argument("--step", type=int, help="which checkpoint (default: the newest whole one)")
+    parser.add_argument("--out", type=Path, help="folder to write (default RUN/export or RUN/export-merged)")
+    parser.add_argument("--merge", action="store_true", help="write the whole model with the adapter merged in")
+    parser.add_argument("--push", metavar="REPO", help="also upload to this Hugging Face hub repository")
+    parser.add_argument("--private", action="store_true", help="with --push: a repository made anew is private")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the export and print what it is."""
+    out = args.out or args.folder / ("export-merged" if args.merge else "export")
+    export(args.folder, out, step=args.step, merge=args.merge)
+    print(f"{'model' if args.merge else 'adapter'}: {out}")
+    if args.push:
+        print(f"pushed: {push(out, args.push, args.private)}")
+    return 0
+
+
+def export(run: Path, out: Path, *, step: int | None = None, merge: bool = False) -> Path:
+    """Write the student of a checkpoint to `out`, which must not exist yet or hold an earlier export."""
+    recipe = boundary.recipe_of(run)
+    source = checkpoint.folder(run, boundary.choose(run, step)[0])
+    if out.exists() and any(out.iterdir()) and not (out / "README.md").is_file():
+        raise PastError(f"{out} holds something else than an export; choose another --out")
+    temporary = out.with_name(f".writing-{out.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    if merge:
+        _merged(recipe, source, temporary)
+    else:
+        _adapter(recipe, source, temporary)
+    load_tokenizer(recipe.model).save_pretrained(str(temporary))
+    (temporary / "README.md").write_text(card(recipe, run, source, merge), encoding="utf-8")
+    shutil.rmtree(out, ignore_errors=True)
+    temporary.rename(out)
+    return out
+
+
+def _adapter(recipe: Recipe, source: Path, out: Path) -> None:
+    for name in ADAPTER:
+        shutil.copyfile(source / name, out / name)
+    plain = json.loads((out / "adapter_config.json").read_text(encoding="utf-8"))
+    plain |= {"base_model_name_or_path": resolve(recipe.model.path), "revision": recipe.model.revision}
+    (out / "adapter_config.json").write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _merged(recipe: Recipe, source: Path, out: Path) -> None:
+    section = recipe.model.model_copy(update={"expert": None})
+    model = Model(section, seed=derive_seed(recipe.run.seed, "adapters") >> 1)
+    checkpoint.load_adapter(model, "student", source)
+    with torch.no_grad():
+        merged = model.peft.merge_and_unload(adapter_names=["student"])  # pyright: ignore[reportCallIssue]
+    cast(Any, merged).save_pretrained(str(out))
+
+
+def card(recipe: Recipe, run: Path, source: Path, merge: bool) -> str:
+    """The model card: what was trained, on what, and how it scored before and after."""
+    step = int(source.name.rpartition("-")[2])
+    lines = [
+        "---",
+        f"base_model: {recipe.model.path}",
+        "library_name: " + ("transformers" if merge else "peft"),
+        "pipeline_tag: text-generation",
+        f"tags: [past-opsd, on-policy-self-distillation, {recipe.method.name}]",
+        "---",
+        f"# {recipe.name}, after {step} updates",
+        "",
+        f"{'The base model with the student merged in' if merge else 'A LoRA adapter'}: the student of a "
+        f"`{recipe.method.name}` run on `{recipe.model.path}`, seed {recipe.run.seed}, made with past-opsd. "
+        "It reads the problem alone; no reference solution is needed to use it.",
+        "",
+        *_scores(run, step),
+        "## Training",
+        f"- task: `{recipe.task.name}`, verifier: `{recipe.verifier.name}`",
+        f"- {recipe.rollout.problems_per_cycle} problems x {recipe.rollout.samples_per_problem} responses an update, "
+        f"at most {recipe.rollout.student.max_new_tokens} tokens, temperature {recipe.rollout.student.temperature:g}",
+        f"- LoRA rank {recipe.model.lora.rank}, alpha {recipe.model.lora.alpha:g}; "
+        f"learning rates {recipe.learner.student.lr:g} (student), {recipe.learner.teacher.lr:g} (teacher)",
+        "",
+        "## Prompt",
+        "The user message in evaluation, rendered with the chat template in this folder:",
+        "",
+        *(f"    {line}" for line in recipe.prompts.evaluation.splitlines()),
+        "",
+        "## The whole recipe",
+        "```toml",
+        config.to_toml(recipe).rstrip(),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _scores(run: Path, step: int) -> list[str]:
+    """A table of the evaluations up to the exported boundary; nothing where none was made."""
+    files = sorted((run / "evaluations").glob("step-*.json"))
+    evaluations = [e for e in map(Evaluation.load, files) if e.step <= step]
+    if not evaluations:
+        return []
+    names = list(evaluations[0].tasks)
+    out = ["## Scores", f"Avg@{evaluations[0].samples} in percent, with the 95 % interval of the macro average.", ""]
+    out += [f"| updates | {' | '.join(names)} | macro |", "|---:" * (len(names) + 2) + "|"]
+    for evaluation in evaluations:
+        outcomes = evaluation.outcomes()
+        cells = [f"{100 * outcomes[name].mean():.1f}" for name in names]
+        macro = bootstrap({name: values[None] for name, values in outcomes.items()}) if evaluation.samples > 1 else None
+        shown = "" if macro is None else f" [{100 * macro.low:.1f}, {100 * macro.high:.1f}]"
+        mean = sum(float(values.mean()) for values in outcomes.values()) / len(outcomes)
+        out.append(f"| {evaluation.step} | {' | '.join(cells)} | {100 * mean:.1f}{shown} |")
+    return [*out, ""]
+
+
+def push(folder: Path, repository: str, private: bool) -> str:
+    """Upload the folder to the hub."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+
+    api = HfApi()
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
+    except HFValidationError as error:
+        raise PastError(f"--push {repository}: {error}") from None
+    except Exception as error:  # the transport's errors differ between versions of the hub's client
+        reason = str(error).strip().split("\n")[0]
+        raise PastError(
+            f"--push {repository}: the hub refused or cannot be reached ({reason}); {folder} is written, "
+            "log in with 'hf auth login' and push again"
+        ) from None

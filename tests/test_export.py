@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from past_opsd import checkpoint
+from past_opsd.cli import main
+from past_opsd.export import export, push
+from past_opsd.train import session, train
+from past_opsd.types import PastError, View
+
+IDS = (3, 5, 7, 9, 4, 6)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, small_recipe):
+    class Silent:
+        def phase(self, *_: object) -> None: ...
+        def cycle(self, *_: object) -> None: ...
+        def evaluated(self, *_: object) -> None: ...
+        def note(self, *_: object) -> None: ...
+
+    folder = tmp_path_factory.mktemp("export") / "run"
+    train(small_recipe("embedded/past", "learner.student.lr=0.01"), folder, False, Silent())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(run: Path, small_recipe) -> torch.Tensor:
+    """The student's own logits behind the first five ids."""
+    with session(small_recipe()) as parts, torch.no_grad():
+        checkpoint.load_adapter(parts.model, "student", checkpoint.folder(run, 3))
+        states = parts.model.hidden([(View("student", IDS[:1]), IDS[1:])])
+        return states @ parts.model.head.T
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([IDS[:-1]])).logits[0]
+
+
+def test_plain_peft_loads_the_adapter_from_what_its_config_names(run: Path, expected: torch.Tensor):
+    out = export(run, run / "export")
+    named = json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"]
+    base = AutoModelForCausalLM.from_pretrained(named)
+    before = logits(base)
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(base, out)), expected, rtol=1e-4, atol=1e-4)
+    assert (before - expected).abs().max() > 1e-2, "the adapter changes nothing: the comparison says nothing"
+
+
+def test_the_merged_model_needs_no_peft(run: Path, expected: torch.Tensor):
+    out = export(run, run / "merged", merge=True)
+    assert not (out / "adapter_config.json").exists()
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(out)), expected, rtol=1e-4, atol=1e-4)
+    assert AutoTokenizer.from_pretrained(out).chat_template
+
+
+def test_lm_evaluation_harness_scores_as_the_student_does(run: Path, expected: torch.Tensor):
+    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs lm-eval: 'make test-clients' has it")
+    from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
+
+    out = export(run, run / "harness")
+    base = json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"]
+    model = huggingface.HFLM(pretrained=base, peft=str(out), device="cpu", batch_size=1, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    context, continuation = (tokenizer.decode(list(part)) for part in (IDS[:3], IDS[3:]))
+    request = Instance("loglikelihood", {}, (context, " " + continuation), 0)
+    encoded = model._encode_pair(context, " " + continuation)
+    ((value, _),) = model.loglikelihood([request], disable_tqdm=True)
+    ids = [*encoded[0], *encoded[1]]
+    with torch.no_grad():
+        plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
+        logp = torch.log_softmax(plain(input_ids=torch.tensor([ids])).logits[0], -1)
+    wanted = sum(float(logp[i - 1, ids[i]]) for i in range(len(encoded[0]), len(ids)))
+    assert math.isclose(value, wanted, rel_tol=1e-4)
+
+
+def test_an_older_checkpoint_can_be_chosen_and_unknown_ones_are_listed(run: Path):
+    first, last = (export(run, run / f"step-{step}", step=step) for step in (0, 3))
+    assert (first / "adapter_model.safetensors").read_bytes() != (last / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(PastError, match="no checkpoint of step 7; kept are 0, "):
+        export(run, run / "seven", step=7)
+    assert not (run / "seven").exists()
+
+
+def test_a_damaged_checkpoint_is_refused(run: Path, tmp_path: Path):
+    import shutil
+
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    file = checkpoint.folder(copy, 3) / "adapter_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(PastError, match="damaged"):
+        export(copy, copy / "out", step=3)
+
+
+def test_the_card_says_what_it_is_and_how_it_scored(run: Path):
+    text = (export(run, run / "card") / "README.md").read_text()
+    assert "base_model: embedded" in text
+    assert "library_name: peft" in text
+    assert "| updates | chain3 | chain4 | chain5 | macro |" in text
+    assert "[run]" in text
+
+
+def test_nothing_else_is_overwritten(run: Path, tmp_path: Path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(PastError, match="holds something else"):
+        export(run, tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["export", str(tmp_path)]) == 2
+    assert "not a run folder" in capsys.readouterr().err
+
+
+def test_an_unreachable_hub_keeps_the_folder_and_says_what_to_do(
+    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("HF_TOKEN", "hf_nobody")
+    out = export(run, tmp_path / "out")
+    with pytest.raises(PastError, match="hf auth login"):
+        push(out, "nobody/nothing", private=True)
+    with pytest.raises(PastError, match="--push a/b/c"):
+        push(out, "a/b/c", private=True)
+    assert (out / "README.md").is_file()
