@@ -1,0 +1,488 @@
+"""`past doctor RECIPE`: the checks of tab:protocol-checks on this recipe, and what it needs on this machine.
+
+Every check is repeated on other problems and seeds. What would take long runs on a small copy of the recipe: few
+problems, short responses, two cycles. `--dry` loads no weights: numerics run on made hidden states of the model's
+shape, semantics and resume on the embedded model with the recipe's method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from past_opsd import checkpoint, config, estimate, fused
+from past_opsd.config import Recipe
+from past_opsd.evaluate import evaluate
+from past_opsd.learner import Learner
+from past_opsd.losses import Match
+from past_opsd.methods import distill
+from past_opsd.pretrained import hardware, load_tokenizer, read_config
+from past_opsd.prompts import Prompts
+from past_opsd.tasks import Problems
+from past_opsd.templates import check as check_templates
+from past_opsd.train import Session, session, train
+from past_opsd.types import Attempt, PastError, Problem, Response, Term, Tokens, Verdict, View, derive_seed
+
+LOSS_BOUND = 1e-3
+COSINE_BOUND = 0.999
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: the mean of what was observed, how many repeats passed, and a word on it."""
+
+    name: str
+    observed: list[float]
+    passed: int
+    note: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options, beside the recipe's."""
+    parser.add_argument("--repeats", type=int, default=8, help="repeats of every check (default 8)")
+    parser.add_argument("--dry", action="store_true", help="load no weights")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the checks and the estimate; 1 when a check failed."""
+    recipe = config.load(args.recipe, args.overrides)
+    console = Console()
+    rows = dry(recipe, args.repeats) if args.dry else full(recipe, args.repeats)
+    console.print(table(recipe, rows))
+    for row in rows:
+        if row.note:
+            console.print(f"{row.name}: {row.note}", highlight=False, soft_wrap=True)
+    needs(console, recipe)
+    failed = [row.name for row in rows if row.passed < len(row.observed)]
+    if failed:
+        console.print(f"not passed: {', '.join(failed)}", style="bold red", highlight=False)
+    return 1 if failed else 0
+
+
+def table(recipe: Recipe, rows: Sequence[Row]) -> Table:
+    """tab:protocol-checks for this recipe."""
+    out = Table(title=f"Protocol, numerical and recovery checks: {recipe.name}", title_justify="left")
+    out.add_column("Check")
+    for name in ("Observed mean", "Passed", "Repeats"):
+        out.add_column(name, justify="right")
+    for row in rows:
+        mean = f"{np.mean(row.observed):.6f}" if row.observed else "not checked"
+        out.add_row(row.name, mean, str(row.passed) if row.observed else "", str(len(row.observed) or ""))
+    return out
+
+
+def full(recipe: Recipe, repeats: int) -> list[Row]:
+    """All checks with the recipe's own model and data."""
+    with session(small(recipe)) as parts:
+        tokenizer, problems = parts.model.tokenizer, parts.loop.problems
+        rows = [
+            prompt_modes(recipe, tokenizer, _choose(problems, repeats)),
+            training_protocol(parts, recipe, _choose(problems, repeats)),
+            evaluation_protocol(parts, recipe, repeats),
+            *numerics(parts, repeats),
+        ]
+    return [*rows, end_to_end(recipe, repeats), semantics(recipe, repeats), resume(recipe, repeats)]
+
+
+def dry(recipe: Recipe, repeats: int) -> list[Row]:
+    """What can be checked without the recipe's weights."""
+    try:
+        tokenizer = load_tokenizer(recipe.model)
+        made = [_placeholder(i) for i in range(repeats)]
+        modes = prompt_modes(recipe, tokenizer, made)
+    except PastError as error:
+        modes = Row("Model and thinking mode", [], 0, f"needs the tokenizer: {error}")
+    stand_in = embedded_copy(recipe)
+    return [
+        modes,
+        Row("Training-data protocol", [], 0, "needs the task's data: run without --dry"),
+        recipe_protocol(recipe),
+        *made_numerics(recipe, repeats),
+        end_to_end(stand_in, repeats, "on the embedded model"),
+        semantics(stand_in, repeats, "on the embedded model"),
+        resume(stand_in, repeats, "on the embedded model"),
+    ]
+
+
+def small(recipe: Recipe, seed: int | None = None, **learner: Any) -> Recipe:
+    """The recipe with few problems, short responses and two cycles; everything else as it is."""
+    rollout = recipe.rollout
+    short = {"max_new_tokens": min(64, rollout.student.max_new_tokens)}
+    options = recipe.method.model_dump()
+    method = {key: min(value, 3) for key, value in options.items() if key == "group_max"}
+    return recipe.model_copy(
+        update={
+            "run": recipe.run.model_copy(
+                update={"cycles": 2, "checkpoint_every": 1, "seed": recipe.run.seed if seed is None else seed}
+            ),
+            "rollout": rollout.model_copy(
+                update={
+                    "problems_per_cycle": min(4, rollout.problems_per_cycle),
+                    "samples_per_problem": min(4, rollout.samples_per_problem),
+                    "student": rollout.student.model_copy(update=short),
+                    "teacher": rollout.teacher.model_copy(update=short),
+                }
+            ),
+            "evaluation": recipe.evaluation.model_copy(
+                update={
+                    "at": [],
+                    "samples": 4,
+                    "pass_k": [1],
+                    "sampling": recipe.evaluation.sampling.model_copy(update=short),
+                }
+            ),
+            "learner": recipe.learner.model_copy(update=learner),
+            "method": recipe.method.model_copy(update=method),
+        }
+    )
+
+
+def embedded_copy(recipe: Recipe) -> Recipe:
+    """The recipe's method on the embedded model and task."""
+    base = config.load(f"embedded/{recipe.method.name}")
+    return base.model_copy(update={"name": recipe.name, "method": recipe.method, "learner": base.learner})
+
+
+def _choose(problems: Sequence[Problem], repeats: int) -> list[Problem]:
+    order = np.random.default_rng(derive_seed("doctor", len(problems))).permutation(len(problems))
+    return [problems[order[i % len(order)]] for i in range(repeats)]
+
+
+def _placeholder(i: int) -> Problem:
+    return Problem(f"doctor-{i}", f"What is {i} + {i}?", f"{i} + {i} = {2 * i}. \\boxed{{{2 * i}}}", str(2 * i))
+
+
+def prompt_modes(recipe: Recipe, tokenizer: Any, problems: Sequence[Problem]) -> Row:
+    """The template renders every role, and honours the thinking mode that the recipe asks for."""
+    findings = check_templates(tokenizer, recipe.prompts)
+    prompts = Prompts(tokenizer, recipe.prompts)
+    broken = [f for f in findings if f.level == "error"]
+    observed = [float(not broken and _renders(prompts, problem)) for problem in problems]
+    return Row("Model and thinking mode", observed, sum(map(int, observed)), "; ".join(f.text for f in findings))
+
+
+def _renders(prompts: Prompts, problem: Problem) -> bool:
+    views = (prompts.student(problem), prompts.evaluation(problem), prompts.hindsight(problem, "an attempt"))
+    return all(views) and len(set(views)) >= 2
+
+
+def training_protocol(parts: Session, recipe: Recipe, problems: Sequence[Problem]) -> Row:
+    """The student reads X alone; the teacher reads what its method gives it; both fit with the whole response."""
+    decode = parts.model.tokenizer.decode
+    observed: list[float] = []
+    too_long = 0
+    for problem in problems:
+        attempt = _attempt(parts, problem)
+        student = decode(list(attempt.view.prompt))
+        teacher = parts.loop.method.teacher_view(attempt)
+        room = len(teacher.prompt) + recipe.rollout.student.max_new_tokens
+        too_long += room > parts.model.max_context
+        hidden = problem.solution.strip() == "" or problem.solution.strip() not in student
+        observed.append(float(_holds(decode, attempt.view.prompt, problem.text) and hidden))
+    note = f"{too_long} of {len(problems)} do not fit the context and would be dropped" if too_long else ""
+    return Row("Training-data protocol", observed, sum(map(int, observed)), note)
+
+
+def _holds(decode: Callable[[list[int]], str], prompt: Tokens, text: str) -> bool:
+    """Whether a prompt contains a text, white space aside (tokenizers may normalise it)."""
+    return "".join(text.split()) in "".join(decode(list(prompt)).split())
+
+
+def _attempt(parts: Session, problem: Problem, correct: bool = False) -> Attempt:
+    """The reference in the place of a response: no sampling is needed to look at prompts."""
+    tokens = parts.loop.prompts.completion(problem.solution or problem.answer)
+    response = Response(tokens, problem.solution or problem.answer, (0.0,) * len(tokens), True)
+    view = View("student", parts.loop.prompts.student(problem))
+    return Attempt(problem, view, response, Verdict(correct, "correct" if correct else "wrong"))
+
+
+def evaluation_protocol(parts: Session, recipe: Recipe, repeats: int) -> Row:
+    """Held-out problems are held out, their prompts fit, and every one has an answer to compare with."""
+    training = {" ".join(p.text.split()) for p in parts.loop.problems}
+    limit, sampling = parts.model.max_context, recipe.evaluation.sampling
+    observed: list[float] = []
+    for problems in parts.task.evaluation().values():
+        for problem in _choose(problems, repeats):
+            fits = len(parts.loop.prompts.evaluation(problem)) + sampling.max_new_tokens <= limit
+            observed.append(float(fits and bool(problem.answer) and " ".join(problem.text.split()) not in training))
+    return Row("Evaluation protocol", observed, sum(map(int, observed)), _protocol(recipe))
+
+
+def recipe_protocol(recipe: Recipe) -> Row:
+    """The evaluation settings alone, where there are no data."""
+    return Row("Evaluation protocol", [1.0], 1, _protocol(recipe))
+
+
+def _protocol(recipe: Recipe) -> str:
+    e = recipe.evaluation
+    cut = "no cut" if e.sampling.top_p == 1 and e.sampling.top_k == 0 and e.sampling.min_p == 0 else "cut support"
+    return (
+        f"Avg@{e.samples} at temperature {e.sampling.temperature:g}, {cut}, "
+        f"{e.sampling.max_new_tokens:,} new tokens (the paper: 12, 1, no cut, 38,912)"
+    )
+
+
+def numerics(parts: Session, repeats: int) -> list[Row]:
+    """The chosen implementation against float32 autograd: the batch's objective and the adapter's whole gradient."""
+    errors: list[float] = []
+    cosines: list[float] = []
+    chosen = parts.recipe.learner.implementation
+    exact = Learner(parts.model, parts.recipe.learner.model_copy(update={"implementation": "reference"}), 1)
+    stir(parts)
+    for problem in _choose(parts.loop.problems, repeats):
+        batch = parts.loop.method
+        attempt = _attempt(parts, problem)
+        tokens = attempt.response.tokens[:64]
+        attempt = replace(attempt, response=replace(attempt.response, tokens=tokens, logprobs=(0.0,) * len(tokens)))
+        teacher = batch.teacher_view(attempt)
+        frozen = teacher if teacher.adapter != "student" else View("base", teacher.prompt)
+        term = _match(attempt, frozen)
+        a, b = (learner.gradient("student", [term]) for learner in (parts.learner, exact))
+        errors.append(abs(a[0] - b[0]))
+        cosines.append(cosine(a[1], b[1]))
+    return _numeric_rows(errors, cosines, f"{chosen} against float32 autograd")
+
+
+def _match(attempt: Attempt, frozen: View) -> Term:
+    return distill(attempt, frozen, Match(math.inf), 1.0)
+
+
+def stir(parts: Session) -> None:
+    """Move both adapters off the identity: at the start every divergence between them is exactly zero."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for adapter in ("student", "teacher"):
+            for parameter in parts.model.parameters(adapter).values():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(0.02 * noise.to(parameter.device, parameter.dtype))
+            parts.model.bump(adapter)
+    parts.loop.publish()
+
+
+def made_numerics(recipe: Recipe, repeats: int) -> list[Row]:
+    """The same comparison from made hidden states of the model's shape: 32 positions, the whole vocabulary."""
+    shape = shape_for(recipe)
+    dtype = getattr(torch, hardware(recipe.model).dtype)
+    errors: list[float] = []
+    cosines: list[float] = []
+    for repeat in range(repeats):
+        generator = torch.Generator().manual_seed(repeat)
+        live = torch.randn(32, shape.hidden, generator=generator)
+        frozen = live + 0.3 * torch.randn(32, shape.hidden, generator=generator)
+        head = torch.randn(shape.vocab, shape.hidden, generator=generator).mul_(4 * shape.hidden**-0.5)
+        tokens = torch.randint(shape.vocab, (32,), generator=generator)
+        jobs = [fused.Job(Match(math.inf), torch.full((32,), 1 / 32))]
+        a = fused.run(
+            recipe.learner.implementation, live.to(dtype), frozen.to(dtype), head.to(dtype), None, tokens, jobs
+        )
+        b = fused.run("reference", live, frozen, head, None, tokens, jobs)
+        errors.append(abs(float(a.values[0].mean() - b.values[0].mean())))
+        cosines.append(
+            float(torch.nn.functional.cosine_similarity(a.grad.double().flatten(), b.grad.double().flatten(), dim=0))
+        )
+    return _numeric_rows(errors, cosines, f"{recipe.learner.implementation} in {dtype} against float32 autograd")
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Of two gradients as vectors."""
+    return float(torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
+
+
+def _numeric_rows(errors: list[float], cosines: list[float], note: str) -> list[Row]:
+    return [
+        Row("Batch-loss absolute error", errors, sum(e <= LOSS_BOUND for e in errors), note),
+        Row("Batch-gradient cosine", cosines, sum(c >= COSINE_BOUND for c in cosines)),
+    ]
+
+
+def end_to_end(recipe: Recipe, repeats: int, note: str = "") -> Row:
+    """Two cycles with the chosen implementation and with float32 autograd: the difference of the student's score."""
+    chosen = recipe.learner.implementation
+    observed: list[float] = []
+    passed = 0
+    for repeat in range(repeats):
+        a, b = (_score(small(recipe, recipe.run.seed + repeat, implementation=i)) for i in (chosen, "reference"))
+        flips = int(np.sum(a != b))
+        difference = float(a.mean() - b.mean())
+        observed.append(100 * difference)
+        # Equal up to chance: of the outcomes that differ, neither side wins more than two standard errors too often.
+        passed += abs(float(np.sum(a) - np.sum(b))) <= 2 * math.sqrt(flips)
+    label = f"{chosen} minus reference, in points; passed when the differing outcomes are even up to chance"
+    return Row("End-to-end paired difference", observed, passed, ", ".join(filter(None, [label, note])))
+
+
+def _score(recipe: Recipe) -> np.ndarray:
+    """Outcomes of the student after two cycles on a few held-out problems."""
+    with session(recipe) as parts:
+        for k in range(recipe.run.cycles):
+            parts.loop.cycle(k)
+        task = parts.task
+        few = Problems(task.identity, (), {name: tuple(p)[:4] for name, p in task.evaluation().items()}, task.style)
+        result = evaluate(
+            parts.loop.lab,
+            parts.loop.prompts,
+            few,
+            recipe.evaluation,
+            adapter="student",
+            versions=parts.model.versions,
+            seed=derive_seed("doctor", recipe.run.seed),
+            step=recipe.run.cycles,
+            max_context=parts.model.max_context,
+        )
+    return np.concatenate([outcomes.flatten() for outcomes in result.outcomes().values()])
+
+
+def semantics(recipe: Recipe, repeats: int, note: str = "") -> Row:
+    """What holds whatever the model: the outcome enters no prompt, equal contexts have no KL, one adapter moves."""
+    observed: list[float] = []
+    with session(small(recipe)) as parts:
+        stir(parts)
+        for problem in _choose(parts.loop.problems, repeats):
+            checks = [_outcome_is_hidden(parts, problem), _equal_contexts(parts, problem), _one_moves(parts, problem)]
+            observed.append(sum(checks) / len(checks))
+    return Row("CPU semantic tests", observed, sum(value == 1.0 for value in observed), note)
+
+
+def _outcome_is_hidden(parts: Session, problem: Problem) -> bool:
+    if parts.recipe.method.name in ("sd_zero", "h2sd"):
+        return True  # both show the teacher another message by outcome: that is their definition
+    return parts.loop.method.teacher_view(_attempt(parts, problem, True)) == parts.loop.method.teacher_view(
+        _attempt(parts, problem, False)
+    )
+
+
+def _equal_contexts(parts: Session, problem: Problem) -> bool:
+    """The same view twice: the divergence and its gradient vanish, so prompts and tokens are aligned."""
+    attempt = _attempt(parts, problem)
+    value, gradient = parts.learner.gradient("student", [_match(attempt, attempt.view)])
+    return abs(value) < 1e-5 and float(gradient.abs().max()) < 1e-4
+
+
+def _one_moves(parts: Session, problem: Problem) -> bool:
+    teacher, student = (parts.model.digest(adapter) for adapter in ("teacher", "student"))
+    parts.learner.step("student", [_match(attempt := _attempt(parts, problem), View("base", attempt.view.prompt))])
+    return parts.model.digest("teacher") == teacher and parts.model.digest("student") != student
+
+
+class _Stop:
+    """A display that interrupts the run after its first cycle."""
+
+    def __init__(self, stop: bool):
+        self._stop = stop
+
+    def phase(self, cycle: int, name: str) -> None:
+        if self._stop and (cycle, name) == (1, "adapt"):
+            raise KeyboardInterrupt
+
+    def cycle(self, cycle: int, metrics: dict[str, float]) -> None: ...
+
+    def evaluated(self, step: int, summary: dict[str, float]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def resume(recipe: Recipe, repeats: int, note: str = "") -> Row:
+    """A run broken in its second cycle and resumed ends with the bytes of an unbroken one."""
+    observed: list[float] = []
+    for repeat in range(repeats):
+        copy = small(recipe, recipe.run.seed + repeat)
+        with _folder() as whole, _folder() as broken:
+            train(copy, whole, False, _Stop(False))
+            try:
+                train(copy, broken, False, _Stop(True))
+            except KeyboardInterrupt:
+                train(copy, broken, True, _Stop(False))
+            observed.append(float(_bytes(whole) == _bytes(broken)))
+    return Row("Resume and RNG recovery", observed, sum(map(int, observed)), note)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="past-doctor-") as name:
+        yield Path(name) / "run"
+
+
+def _bytes(run: Path) -> dict[str, bytes]:
+    last = checkpoint.folder(run, checkpoint.steps(run)[-1])
+    files = [
+        run / "metrics.jsonl",
+        *sorted(p for p in last.rglob("*") if p.suffix == ".safetensors"),
+        last / "state.json",
+    ]
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+
+def shape_for(recipe: Recipe) -> estimate.Shape:
+    """The model's dimensions: from its configuration, or for well-known models without it."""
+    if recipe.model.path in estimate.KNOWN:
+        return estimate.KNOWN[recipe.model.path]
+    return estimate.shape_of(read_config(recipe.model), recipe.model.path)
+
+
+def needs(console: Console, recipe: Recipe) -> None:
+    """Memory and time on this machine, and what to change when it will not fit."""
+    shape, choice = shape_for(recipe), hardware(recipe.model)
+    load = estimate.expected_load(recipe)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    parts = estimate.memory(recipe, shape, load, choice.dtype, choice.gradient_checkpointing)
+    total, free = sum(parts.values()), estimate.available(device)
+    console.print(f"\n{recipe.model.path}: {shape.parameters / 1e9:.2f} B parameters, {choice.dtype}", style="bold")
+    for name, size in parts.items():
+        console.print(f"  {name:32s} {size / estimate.GIB:8.2f} GiB", highlight=False)
+    fits = total <= 0.9 * free
+    verdict = "fits" if fits else "will NOT fit"
+    console.print(f"  {'together':32s} {total / estimate.GIB:8.2f} GiB; {free / estimate.GIB:.1f} GiB free: {verdict}")
+    if not fits:
+        for line in advice(recipe, shape, load, free, choice.dtype):
+            console.print(f"  - {line}", highlight=False, soft_wrap=True)
+    speed = estimate.measure(getattr(torch, choice.dtype), device, load.student_samples)
+    phases = estimate.seconds(shape, load, speed, choice.gradient_checkpointing)
+    cycle = sum(phases.values())
+    shown = ", ".join(f"{name} {_duration(value)}" for name, value in phases.items() if value)
+    console.print(f"  a cycle at most {_duration(cycle)} here ({shown}); {recipe.run.cycles} cycles ", end="")
+    console.print(
+        f"{_duration(cycle * recipe.run.cycles)}, evaluation apart; responses at their limit", highlight=False
+    )
+
+
+def advice(recipe: Recipe, shape: estimate.Shape, load: estimate.Load, free: int, dtype: str) -> list[str]:
+    """What would make the recipe fit, most telling first."""
+    out: list[str] = []
+
+    def would(text: str, changed: Recipe, dtype: str, checkpointing: bool = True) -> None:
+        size = sum(estimate.memory(changed, shape, estimate.expected_load(changed), dtype, checkpointing).values())
+        fits = "fits" if size <= 0.9 * free else "still too much"
+        out.append(f"{text}: {size / estimate.GIB:.1f} GiB, {fits}")
+
+    smaller = max(load.longest, recipe.learner.token_budget // 4)
+    learner = recipe.learner.model_copy(update={"token_budget": smaller})
+    would(f"learner.token_budget = {smaller}", recipe.model_copy(update={"learner": learner}), dtype)
+    if dtype == "float32":
+        would('model.dtype = "bfloat16"', recipe, "bfloat16")
+    half = recipe.rollout.model_copy(
+        update={
+            role: sampling.model_copy(update={"max_new_tokens": max(1, sampling.max_new_tokens // 2)})
+            for role, sampling in (("student", recipe.rollout.student), ("teacher", recipe.rollout.teacher))
+        }
+    )
+    shorter = recipe.model_copy(update={"rollout": half, "learner": learner})
+    would("that and half of max_new_tokens for both roles", shorter, dtype)
+    out.append("or a smaller model, or rollouts on vLLM servers of their own (engine.name = 'vllm', mode = 'server')")
+    return out
+
+
+def _duration(value: float) -> str:
+    if value < 120:
+        return f"{value:.1f} s"
+    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:,.1f} h"

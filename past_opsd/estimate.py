@@ -1,0 +1,198 @@
+"""What a recipe will need: memory and time from the model's shape, before any weight is loaded.
+
+Memory is the sum of what stands in memory at the worst moment of a cycle on one device; time is arithmetic over
+throughputs that are measured on this machine. Both take response lengths at their limit, so they are upper sides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from past_opsd.config import Recipe
+from past_opsd.types import PastError
+
+GIB = 2**30
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder's dimensions."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    tied: bool
+
+    @property
+    def block(self) -> int:
+        """Weights of one block's seven projections."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.hidden * (2 * q + 2 * kv + 3 * self.mlp)
+
+    @property
+    def body(self) -> int:
+        """Weights of all blocks: what a token is multiplied with before the head."""
+        return self.layers * self.block
+
+    @property
+    def parameters(self) -> int:
+        """All weights; norms are left out, being less than a thousandth."""
+        return self.body + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    def lora(self, rank: int) -> int:
+        """Weights of one adapter on the seven projections."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        ends = (self.hidden + q) * 2 + (self.hidden + kv) * 2 + (self.hidden + self.mlp) * 3
+        return self.layers * rank * ends
+
+
+# The models of the paper and its neighbours, so that an estimate needs no download.
+KNOWN = {
+    "Qwen/Qwen3-0.6B": Shape(28, 1024, 16, 8, 128, 3072, 151936, True),
+    "Qwen/Qwen3-1.7B": Shape(28, 2048, 16, 8, 128, 6144, 151936, True),
+    "Qwen/Qwen3-4B": Shape(36, 2560, 32, 8, 128, 9728, 151936, True),
+    "Qwen/Qwen3-8B": Shape(36, 4096, 32, 8, 128, 12288, 151936, False),
+    "Qwen/Qwen3-14B": Shape(40, 5120, 40, 8, 128, 17408, 151936, False),
+    "Qwen/Qwen3-32B": Shape(64, 5120, 64, 8, 128, 25600, 151936, False),
+}
+
+
+def shape_of(config: Any, path: str) -> Shape:
+    """The dimensions in a model's configuration."""
+    plain: Mapping[str, Any] = config.get_text_config().to_dict()
+    try:
+        heads = plain["num_attention_heads"]
+        return Shape(
+            layers=plain["num_hidden_layers"],
+            hidden=plain["hidden_size"],
+            heads=heads,
+            kv_heads=plain.get("num_key_value_heads") or heads,
+            head_dim=plain.get("head_dim") or plain["hidden_size"] // heads,
+            mlp=plain.get("intermediate_size") or 4 * plain["hidden_size"],
+            vocab=plain["vocab_size"],
+            tied=bool(plain.get("tie_word_embeddings")),
+        )
+    except KeyError as error:
+        raise PastError(f"'{path}': its configuration has no {error}, so memory and time cannot be estimated") from None
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one cycle asks for, in samples and tokens."""
+
+    student_samples: int
+    teacher_samples: int
+    response: int
+    continuation: int
+    student_prompt: int
+    teacher_prompt: int
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence of a cycle."""
+        return self.teacher_prompt + max(self.response, self.continuation)
+
+
+def expected_load(recipe: Recipe, problem: int = 256, solution: int = 1024) -> Load:
+    """Every response at its limit; `problem` and `solution` are prompt lengths in tokens where no data were read."""
+    rollout = recipe.rollout
+    samples = rollout.problems_per_cycle * rollout.samples_per_problem
+    options = recipe.method.model_dump()
+    draws = options.get("group_max", 0) if options.get("train_teacher", False) else 0
+    response = rollout.student.max_new_tokens
+    teacher = problem + solution + (response if options.get("trajectory", False) else 0)
+    return Load(samples, samples * draws, response, rollout.teacher.max_new_tokens, problem, teacher)
+
+
+def memory(recipe: Recipe, shape: Shape, load: Load, dtype: str, checkpointing: bool) -> dict[str, int]:
+    """Bytes by part at the worst moment of a cycle; rollouts and training do not overlap, the larger one counts."""
+    width = BYTES[dtype]
+    lora = shape.lora(recipe.model.lora.rank)
+    tokens = max(recipe.learner.token_budget, load.longest)
+    q = shape.heads * shape.head_dim
+    kept = shape.hidden if checkpointing else 8 * shape.hidden + 4 * q + 5 * shape.mlp
+    one_block = (8 * shape.hidden + 4 * q + 5 * shape.mlp) if checkpointing else 0
+    activations = tokens * width * (shape.layers * kept + one_block)
+    states = tokens * shape.hidden * 4 * 3  # live states, frozen states and the gradient between body and head
+    training = activations + states + (recipe.learner.loss_memory_mib << 20) + 4 * lora
+    batch = min(recipe.engine.model_dump().get("batch", 64), max(load.student_samples, load.teacher_samples, 1))
+    cache = batch * load.longest * shape.layers * 2 * shape.kv_heads * shape.head_dim * width
+    sampling = cache + shape.body * width + batch * shape.vocab * 16
+    moment = {"rollouts": sampling} if sampling > training else {"activations and loss": training}
+    return {
+        "base weights": shape.parameters * width,
+        "two adapters, two AdamW states": 2 * 3 * 4 * lora,
+        **moment,
+    }
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Measured throughput in multiply-adds a second: of wide products, and of products with few rows."""
+
+    wide: float
+    narrow: float
+
+
+def measure(dtype: torch.dtype, device: torch.device, rows: int, seconds: float = 0.6) -> Speed:
+    """Time a training-shaped and a decoding-shaped product on this machine."""
+    weight = torch.randn(4096, 1024, device=device, dtype=torch.float32).to(dtype)
+    return Speed(_rate(weight, 1024, seconds), _rate(weight, max(1, rows), seconds))
+
+
+def _rate(weight: torch.Tensor, rows: int, seconds: float) -> float:
+    x = torch.randn(rows, weight.shape[1], device=weight.device).to(weight.dtype)
+    done, began = -1, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        (x @ weight.T)[0, 0].item()
+        done += 1
+        if done == 0:  # the first product warms up
+            began = time.perf_counter()
+    return done * rows * weight.numel() / (time.perf_counter() - began)
+
+
+def seconds(shape: Shape, load: Load, speed: Speed, checkpointing: bool) -> dict[str, float]:
+    """Seconds of one cycle by phase; a frozen base needs no weight gradients, so a backward costs one forward."""
+    body, head = shape.body, shape.hidden * shape.vocab
+
+    def forward(samples: int, prompt: int, response: int, passes: int) -> float:
+        return samples * (prompt + response) * body * passes / speed.wide
+
+    def loss(samples: int, response: int) -> float:
+        return samples * response * head * 3 / speed.wide
+
+    def decode(samples: int, prompt: int, response: int) -> float:
+        return samples * (prompt * body / speed.wide + response * (body + head) / speed.narrow)
+
+    live = 3 if checkpointing else 2
+    n, m = load.student_samples, load.teacher_samples
+    adapt = 0.0
+    if m:
+        adapt += forward(m, load.teacher_prompt, load.continuation, live) + loss(m, load.continuation)
+        adapt += forward(m, load.student_prompt, load.continuation, 1)
+    distill = forward(n, load.student_prompt, load.response, live) + loss(n, load.response)
+    distill += forward(n, load.teacher_prompt, load.response, 1)
+    return {
+        "rollout": decode(n, load.student_prompt, load.response),
+        "draw": decode(m, load.teacher_prompt, load.continuation),
+        "adapt": adapt,
+        "distill": distill,
+    }
+
+
+def available(device: torch.device) -> int:
+    """Bytes that a run may use here."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    with open("/proc/meminfo", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from past_opsd import config, doctor, fused
+from past_opsd.cli import main
+from past_opsd.methods.past import Past
+
+
+def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(["doctor", *arguments])
+    return code, capsys.readouterr().out
+
+
+def test_the_table_of_the_paper_for_the_embedded_recipe(capsys):
+    code, out = lines(capsys, "embedded/past", "--repeats", "2")
+    assert code == 0, out
+    rows = dict(re.findall(r"│ (\S.*?)\s+│\s+(-?\d\.\d{6})", out))
+    assert list(rows) == [
+        "Model and thinking mode",
+        "Training-data protocol",
+        "Evaluation protocol",
+        "Batch-loss absolute error",
+        "Batch-gradient cosine",
+        "End-to-end paired difference",
+        "CPU semantic tests",
+        "Resume and RNG recovery",
+    ]
+    assert rows["Resume and RNG recovery"] == "1.000000"
+    assert float(rows["Batch-loss absolute error"]) < 1e-5
+    assert float(rows["Batch-gradient cosine"]) > 0.9999
+    assert "fits" in out
+    assert all(len(line) <= 80 for line in out.split("Model and thinking mode:")[0].splitlines())
+
+
+def test_dry_needs_no_weights_and_says_what_it_could_not_check(capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, out = lines(capsys, "paper/past", "--dry", "--repeats", "1")
+    assert code == 0, out
+    assert out.count("not checked") == 2
+    assert "needs the tokenizer" in out
+    assert "1.72 B parameters" in out
+    assert "38,912 new tokens" in out
+
+
+def test_advice_where_it_will_not_fit(capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor.estimate, "available", lambda device: 4 << 30)
+    _, out = lines(capsys, "paper/past", "--dry", "--repeats", "1")
+    assert "will NOT fit" in out
+    assert "learner.token_budget" in out
+
+
+@pytest.fixture
+def stirred(small_recipe):
+    with doctor.session(doctor.small(config.load("embedded/past"))) as parts:
+        doctor.stir(parts)
+        yield parts
+
+
+def test_an_outcome_in_the_teachers_prompt_is_found(stirred, monkeypatch: pytest.MonkeyPatch):
+    problem = stirred.loop.problems[0]
+    assert doctor._outcome_is_hidden(stirred, problem)
+    real = Past.teacher_view
+
+    def leaking(self, attempt):
+        view = real(self, attempt)
+        return type(view)(view.adapter, (*view.prompt, int(attempt.verdict.correct)))
+
+    monkeypatch.setattr(Past, "teacher_view", leaking)
+    assert not doctor._outcome_is_hidden(stirred, problem)
+
+
+def test_a_misaligned_view_is_found(stirred, monkeypatch: pytest.MonkeyPatch):
+    problem = stirred.loop.problems[0]
+    assert doctor._equal_contexts(stirred, problem)
+    real = doctor._match
+    monkeypatch.setattr(doctor, "_match", lambda a, view: real(a, type(view)(view.adapter, view.prompt[1:])))
+    assert not doctor._equal_contexts(stirred, problem)
+
+
+def test_a_wrong_gradient_is_found(stirred, monkeypatch: pytest.MonkeyPatch):
+    assert [row.passed for row in doctor.numerics(stirred, 2)] == [2, 2]
+    real = fused.run
+
+    def wrong(implementation, *args, **kwargs):
+        result = real(implementation, *args, **kwargs)
+        if implementation == "fused":
+            result.grad[::2] *= -1
+        return result
+
+    monkeypatch.setattr(fused, "run", wrong)
+    loss, gradient = doctor.numerics(stirred, 2)
+    assert (loss.passed, gradient.passed) == (2, 0)
