@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +13,23 @@ from past_opsd import __version__, config
 from past_opsd.types import PastError
 
 Run = Callable[[argparse.Namespace], int]
+
+# Commands that are modules of their own, with `add_arguments(parser)` and `run(args)`: what each does, where it is,
+# and whether it takes a recipe.
+MODULES = {
+    "report": ("write a run's or a comparison's report as one HTML file, with figures", "report", False),
+    "watch": ("show the report of a run in the browser while it trains", "watch", False),
+    "probe": ("does the teacher use the matching trajectory? (removed, shuffled)", "probes", False),
+    "shift": ("how much of the teacher's change can reach the student", "shift", False),
+    "theory": ("check every proposition of the paper on finite problems", "theory.command", False),
+    "export": ("write the trained student as a PEFT adapter or a merged model", "export", False),
+    "doctor": ("check a recipe's protocol, numerics and recovery; memory and time", "doctor", True),
+    "models": ("pull and list models", "models", False),
+    "data": ("look at a data file: what would be used, lengths, duplicates, overlap", "data", False),
+    "serve": ("start a vLLM server for a recipe", "serve", True),
+    "verify": ("grade a JSONL file of {gold, prediction} rows", "verifiers.grade", False),
+    "bench": ("measure this package beside its peers", "bench", False),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,6 +77,8 @@ def _parser(command: str) -> argparse.ArgumentParser:
     _recipe_arguments(train)
     train.add_argument("--out", type=Path, help="run folder (default runs/RECIPE-SEED)")
     train.add_argument("--resume", action="store_true", help="continue from the newest whole checkpoint")
+    train.add_argument("--profile", action="store_true", help="write where the time goes to RUN/profile")
+    train.add_argument("--track", default="", metavar="NAMES", help="also log to tensorboard, wandb and/or trackio")
 
     evaluate = _command(commands, "eval", "Avg@k, pass@k and majority@k of the base or of an adapter", _eval)
     _recipe_arguments(evaluate)
@@ -79,19 +99,14 @@ def _parser(command: str) -> argparse.ArgumentParser:
     demo.add_argument("--seeds", default="17,29,43", help="training seeds, comma-separated (default 17,29,43)")
     demo.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override")
 
-    verify = _command(commands, "verify", "grade a JSONL file of {gold, prediction} rows", None)
-    benches = _command(commands, "bench", "measure this package beside its peers", None).add_subparsers(metavar="WHAT")
-    divergence = _command(benches, "divergence", "full-vocabulary loss: error, memory, speed", None)
-    if command == "verify":
-        from past_opsd.verifiers import grade
-
-        grade.add_arguments(verify)
-        verify.set_defaults(run=grade.run)
-    elif command == "bench":
-        from past_opsd import bench
-
-        bench.add_arguments(divergence)
-        divergence.set_defaults(run=bench.run)
+    for name, (summary, module, takes_recipe) in MODULES.items():
+        parser_ = _command(commands, name, summary, None)
+        if command == name:
+            if takes_recipe:
+                _recipe_arguments(parser_)
+            implementation = importlib.import_module(f"past_opsd.{module}")
+            implementation.add_arguments(parser_)
+            parser_.set_defaults(run=implementation.run)
     return parser
 
 
@@ -138,14 +153,16 @@ def _train(args: argparse.Namespace) -> int:
 
     from past_opsd import ui
     from past_opsd.record import read_lines
+    from past_opsd.trackers import Displays, open_trackers
     from past_opsd.train import train
 
     console = Console()
     folder = args.out or Path("runs") / f"{recipe.name.replace('/', '-')}-{recipe.run.seed}"
-    with ui.TrainDisplay(console, recipe.name, recipe.run.cycles) as display:
-        outcome = train(recipe, folder, args.resume, display)
-    lines = read_lines(folder / "metrics.jsonl")
-    ui.closing(console, outcome, lines[-1] if lines else {}, recipe.evaluation.pass_k)
+    trackers = open_trackers([name for name in args.track.split(",") if name], folder, recipe)
+    with ui.TrainDisplay(console, recipe.name, recipe.run.cycles) as bar, Displays(bar, trackers) as display:
+        outcome = train(recipe, folder, args.resume, display, profile=args.profile)
+    metrics, timings = (read_lines(folder / name) for name in ("metrics.jsonl", "timings.jsonl"))
+    ui.closing(console, outcome, metrics[-1] if metrics else {}, timings, recipe.evaluation.pass_k)
     return 0 if outcome.finished else 130
 
 

@@ -1,4 +1,4 @@
-"""`past demo`: Vanilla OPSD and PAST on the embedded default with equal student updates, and a table with intervals."""
+"""`past demo`: Vanilla OPSD and PAST on the embedded default with equal student updates; a table and a report."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from past_opsd import config, stats
+from past_opsd import boundary, config, report, stats
 from past_opsd.evaluate import Evaluation, macro_avg, stack
+from past_opsd.probes import probe
+from past_opsd.report.data import find
+from past_opsd.shift import shift
 from past_opsd.train import train
 from past_opsd.types import PastError
 from past_opsd.ui import TrainDisplay, interval
@@ -50,8 +53,23 @@ def demo(
     gain = stats.paired_bootstrap(stack(results["PAST"]), stack(results["Vanilla OPSD"]))
     console.print(f"PAST minus Vanilla OPSD: {interval(gain, sign=True)}", highlight=False)
     _save(folder / "table.json", results)
+    for line in look_into(folder / f"embedded-past-{seeds[0]}"):
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(f"{time.monotonic() - began:.0f} s; runs, rollouts and checkpoints: {folder}", highlight=False)
+    page = report.write(find([folder]), folder / "report" / "index.html")
+    console.print(f"report: {page.resolve()}", highlight=False, soft_wrap=True)
     return results
+
+
+def look_into(run: Path) -> list[str]:
+    """What the teacher of a run uses, and what of it can reach the student; both are kept in the run's folder."""
+    step, _ = boundary.choose(run, None)
+    with boundary.opened(run, step) as at:
+        problems = boundary.pick(at.parts.loop.problems, 64, at.seed, "probe", "problems")
+        probed, shifted = probe(at, problems, 4, "train"), shift(at, 24, 16, 16)
+    boundary.save(run, f"step-{step:05d}", probed)
+    boundary.save(run, f"shift-{step:05d}", shifted)
+    return [f"teacher (seed {at.seed}): {probed['verdict']}", f"transfer (seed {at.seed}): {shifted['verdict']}"]
 
 
 def table(results: dict[str, list[Evaluation]], updates: int, seeds: Sequence[int]) -> Table:

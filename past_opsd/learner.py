@@ -172,6 +172,16 @@ class Learner:
         extra = {"stepped": 1.0, "grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], "nonfinite": 0.0}
         return metrics | {f"{phase}/{key}": value for key, value in extra.items()}
 
+    def gradient(self, phase: Adapter, terms: Sequence[Term]) -> tuple[float, Tensor]:
+        """The objective and its gradient as one vector, without a step: for comparing implementations."""
+        try:
+            with self._model.training(phase):
+                log = self._accumulate(phase, terms)
+            parts = [p.grad.flatten() for p in self._model.parameters(phase).values() if p.grad is not None]
+            return log.objective, torch.cat(parts).clone()
+        finally:
+            self.optimizers[phase].zero_grad(set_to_none=True)
+
     def _check_trainable(self, phase: Adapter) -> None:
         expected = set(self._model.parameters(phase))
         if self._model.trainable() != expected:
@@ -342,6 +352,11 @@ class Log:
                 for part in column.split(list(lengths)):
                     for t, value in enumerate(part[:POSITIONS].tolist()):
                         self._positions[f"{name}/kl@{t:02d}"].append(value)
+
+    @property
+    def objective(self) -> float:
+        """The weighted sum of all terms."""
+        return math.fsum(self._objective.values())
 
     def summary(self) -> dict[str, float]:
         """Flat metrics."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from past_opsd import config, stats, tables
+from past_opsd import config, profiling, stats, tables
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation, macro_avg, stack
 from past_opsd.record import read_lines
@@ -152,7 +152,7 @@ def _row(label: str, recipe: str, folders: Sequence[Path]) -> Row:
         found = [Evaluation.load(path) for path in sorted((folder / "evaluations").glob("step-*.json"))]
         evaluations.append({e.step: e for e in found})
         metrics, timings = read_lines(folder / "metrics.jsonl"), read_lines(folder / "timings.jsonl")
-        seconds = sum(v for line in timings for k, v in line.items() if k not in ("cycle", "peak_mib"))
+        seconds = sum(profiling.totals(timings).values())
         peak = max(line["peak_mib"] for line in timings)
         steps = sum(line["student/stepped"] for line in metrics)
         counted = {key: metrics[-1].get(f"cost/{key}", 0) for key in tables.COSTS}

@@ -11,28 +11,29 @@ from __future__ import annotations
 import random
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
-from past_opsd import __version__, checkpoint, config, evaluate
+from past_opsd import __version__, checkpoint, config, evaluate, templates
 from past_opsd.config import Recipe
 from past_opsd.health import alarms, entropy_health, health
 from past_opsd.lab import Lab
 from past_opsd.learner import Learner
 from past_opsd.loop import Loop
 from past_opsd.model import Model
+from past_opsd.profiling import Clock, Profile
 from past_opsd.prompts import Prompts
 from past_opsd.record import Recorder, read_lines
 from past_opsd.tasks import Task
 from past_opsd.types import PastError, derive_seed
+from past_opsd.verifiers import Verifier
 
 
 class Display(Protocol):
@@ -56,10 +57,13 @@ class Session:
     learner: Learner
     loop: Loop
     task: Task
+    notes: tuple[str, ...] = ()
+    """What a person should know before the run."""
 
     def close(self) -> None:
-        """Stop the verifier's workers."""
+        """Stop the verifier's workers and what the engine started."""
         self.loop.lab.verifier.close()
+        self.loop.lab.engine.close()
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -87,11 +91,12 @@ class Session:
         )
 
 
-def assemble(recipe: Recipe) -> Session:
+def assemble(recipe: Recipe, verifier: Verifier | None = None) -> Session:
     """Build the model, the task, the engine, the verifier and the method that a recipe names."""
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
     model = Model(recipe.model, seed=derive_seed(recipe.run.seed, "adapters") >> 1)
+    notes = templates.require(model.tokenizer, recipe.prompts, templates.stop_ids(model.tokenizer, model.network))
     prompts = Prompts(model.tokenizer, recipe.prompts)
     task = config.plugin("task", recipe.task.name).build(recipe.task)
     problems = task.train()
@@ -101,19 +106,20 @@ def assemble(recipe: Recipe) -> Session:
             f"{len(problems)} problems"
         )
     engine = config.plugin("engine", recipe.engine.name).build(recipe.engine, model)
-    verifier = config.plugin("verifier", recipe.verifier.name).build(recipe.verifier)
+    if verifier is None:
+        verifier = config.plugin("verifier", recipe.verifier.name).build(recipe.verifier)
     method = config.plugin("method", recipe.method.name).build(recipe.method, prompts, recipe.rollout)
     learner = Learner(model, recipe.learner, recipe.run.cycles)
-    lab = Lab(engine, verifier)
+    lab = Lab(engine, cast(Verifier, verifier))
     loop = Loop(recipe.run.seed, recipe.rollout, problems, prompts, method, lab, learner, model.max_context)
     loop.publish()
-    return Session(recipe, model, learner, loop, task)
+    return Session(recipe, model, learner, loop, task, (*notes, *task.notes))
 
 
 @contextmanager
-def session(recipe: Recipe) -> Iterator[Session]:
+def session(recipe: Recipe, verifier: Verifier | None = None) -> Iterator[Session]:
     """An assembled run, closed at the end."""
-    parts = assemble(recipe)
+    parts = assemble(recipe, verifier)
     try:
         yield parts
     finally:
@@ -141,32 +147,56 @@ def evaluation_steps(recipe: Recipe) -> set[int]:
     return {round(fraction * recipe.run.cycles) for fraction in recipe.evaluation.at}
 
 
-def train(recipe: Recipe, folder: Path, resume: bool, display: Display) -> Outcome:
-    """Run the recipe's cycles in `folder`, from the start or from the newest whole checkpoint."""
+def train(
+    recipe: Recipe,
+    folder: Path,
+    resume: bool,
+    display: Display,
+    *,
+    profile: bool = False,
+    verifier: Verifier | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Run the recipe's cycles in `folder`, from the start or from the newest whole checkpoint.
+
+    `verifier` takes the place of the recipe's; `stop` is asked after every cycle whether to end there.
+    """
     existing = checkpoint.steps(folder)
     if existing and not resume:
         raise PastError(f"{folder} already holds a run; continue it with --resume, or choose another --out")
     if resume and not existing:
         display.note(f"{folder} holds no checkpoint yet; starting from the beginning")
-    with session(recipe) as parts, _interruptible() as stopping:
+    with session(recipe, verifier) as parts, _interruptible() as asked:
+        for note in parts.notes:
+            display.note(note)
+
+        def stopping() -> bool:
+            return asked() or stop()
+
         folder.mkdir(parents=True, exist_ok=True)  # not before everything the recipe names was found
         start = _restore(parts, folder, display) if existing else _begin(parts, folder)
         recorder = Recorder(folder)
         recorder.rewind(start)
         totals = _totals(folder)
+        clock = Clock(display.phase)
+        parts.loop.lab.span = clock.span
+        profiler = Profile(folder) if profile else None
         for k in range(start, recipe.run.cycles):
             if stopping():
                 break
-            clock = _Clock(lambda name, k=k: display.phase(k, name))
-            cycle = parts.loop.cycle(k, clock.phase)
+            clock.cycle = k
+            with profiler.operations(k - start) if profiler else nullcontext():
+                cycle = parts.loop.cycle(k, clock.phase)
             clock.stop()
             for name, count in _costs(cycle).items():
                 totals[name] = totals.get(name, 0) + count
-            metrics = recorder.cycle(k, cycle, totals, clock.seconds)
+            metrics = recorder.cycle(k, cycle, totals, clock.seconds(k))
             for warning in alarms(metrics):
                 display.note(f"cycle {k}: {warning}")
             display.cycle(k, metrics)
-            _boundary(parts, folder, k + 1, display, last=stopping())
+            _boundary(parts, folder, k + 1, display, clock, last=stopping())
+            if profiler:
+                profiler.write(clock)
         completed = checkpoint.steps(folder)[-1]
     return outcome(recipe, folder, completed)
 
@@ -223,15 +253,17 @@ def differences(saved: Any, current: Any, path: str = "") -> list[str]:
     return [] if saved == current else [f"{path}: {saved!r} -> {current!r}"]
 
 
-def _boundary(parts: Session, folder: Path, step: int, display: Display, last: bool) -> None:
+def _boundary(parts: Session, folder: Path, step: int, display: Display, clock: Clock, last: bool) -> None:
     """After a complete cycle: evaluate and checkpoint where the recipe says so, and always at the end."""
     run = parts.recipe.run
     if step in evaluation_steps(parts.recipe):
-        display.phase(step - 1, "evaluate")
+        clock.phase("evaluate")
         _evaluate(parts, folder, step, display)
+        clock.stop()
     elif step % run.checkpoint_every and step != run.cycles and not last:
         return
-    _checkpoint(parts, folder, step)
+    with clock.span("checkpoint"):
+        _checkpoint(parts, folder, step)
     checkpoint.prune(folder, run.keep_checkpoints, evaluation_steps(parts.recipe))
 
 
@@ -272,26 +304,6 @@ def _costs(cycle: Any) -> dict[str, int]:
 def _totals(folder: Path) -> dict[str, int]:
     lines = read_lines(folder / "metrics.jsonl")
     return {k: v for k, v in lines[-1].items() if k.startswith("cost/")} if lines else {}
-
-
-class _Clock:
-    """Seconds by phase."""
-
-    def __init__(self, notify: Callable[[str], None]):
-        self.seconds: dict[str, float] = {}
-        self._notify = notify
-        self._name: str | None = None
-        self._since = 0.0
-
-    def phase(self, name: str) -> None:
-        self.stop()
-        self._name, self._since = name, time.perf_counter()
-        self._notify(name)
-
-    def stop(self) -> None:
-        if self._name is not None:
-            self.seconds[self._name] = time.perf_counter() - self._since
-            self._name = None
 
 
 @contextmanager

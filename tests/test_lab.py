@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from past_opsd.lab import Lab, Work
 from past_opsd.train import Session
-from past_opsd.types import Response, Verdict
+from past_opsd.types import Problem, Response, Verdict
 
 
 def test_attempts_come_back_in_order_with_their_own_verdicts(past: Session):
@@ -16,20 +16,20 @@ def test_attempts_come_back_in_order_with_their_own_verdicts(past: Session):
         assert a.verdict.correct == (a.verdict.answer == a.problem.answer)
 
 
-def test_the_verifier_reads_the_answer_and_the_response_and_nothing_else(past: Session):
-    seen: list[tuple[str, Response]] = []
+def test_the_verifier_reads_the_problem_and_the_response_and_nothing_else(past: Session):
+    seen: list[tuple[Problem, Response]] = []
 
     class Recording:
         identity = "recording"
 
-        def verify(self, items: Sequence[tuple[str, Response]]) -> list[Verdict]:
+        def verify(self, items: Sequence[tuple[Problem, Response]]) -> list[Verdict]:
             seen.extend(items)
             return [Verdict(False, "wrong")] * len(items)
 
     first = past.loop.attempts(0)
     lab = Lab(past.loop.lab.engine, Recording())
     made = lab.attempt([Work(a.problem, a.view, 1) for a in first], past.recipe.rollout.student, past.model.versions)
-    assert seen == [(a.problem.answer, a.response) for a in made]
+    assert seen == [(a.problem, a.response) for a in made]
 
 
 def test_no_work_asks_nobody():

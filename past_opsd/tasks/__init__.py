@@ -21,6 +21,11 @@ class Task(Protocol):
         """Names the task, its settings and its content (a hash); a checkpoint of another identity is refused."""
         ...
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a person should be told before a run, e.g. rows that were left out; mostly empty."""
+        ...
+
     def train(self) -> Sequence[Problem]:
         """The training problems in a fixed order; the loop decides which come when."""
         ...
@@ -42,6 +47,7 @@ class Problems:
     train_set: tuple[Problem, ...]
     evaluation_sets: Mapping[str, tuple[Problem, ...]]
     label: Callable[[str], str] = lambda text: ""
+    notes: tuple[str, ...] = ()
 
     def train(self) -> Sequence[Problem]:
         return self.train_set

@@ -7,7 +7,7 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Protocol, Self
 
-from past_opsd.types import Response, Verdict
+from past_opsd.types import Problem, Response, Verdict
 
 
 class Reason(StrEnum):
@@ -23,6 +23,8 @@ class Reason(StrEnum):
     TOO_COMPLEX = "too_complex"  # the content of the box is longer or deeper nested than the limits
     TIMEOUT = "timeout"  # the comparison did not end in time; its process was killed
     CRASHED = "crashed"  # the comparison's process died, twice (memory limit, killed from outside)
+    NOT_APPLICABLE = "not_applicable"  # a reward function gave no reward (None)
+    ERROR = "error"  # a user's function raised, or gave something that is no verdict
     BAD_GOLD = "bad_gold"  # the gold answer is empty or cannot be read: an error in the data
 
     def verdict(self, answer: str = "") -> Verdict:
@@ -36,8 +38,8 @@ class Verifier(Protocol):
     identity: str
     """Names the verifier, every setting that can change a verdict, and the versions of what it computes with."""
 
-    def verify(self, items: Sequence[tuple[str, Response]]) -> list[Verdict]:
-        """One verdict for each (gold answer, response), in order."""
+    def verify(self, items: Sequence[tuple[Problem, Response]]) -> list[Verdict]:
+        """One verdict for each (problem, response), in order."""
         ...
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from past_opsd.types import Response, Verdict
+from past_opsd.types import Problem, Response, Verdict
 from past_opsd.verifiers import Reason, Verifier
 from past_opsd.verifiers._extract import find_answer, find_boxes
 from past_opsd.verifiers._normalise import clean, drop_invisible, is_quoted, label, nesting, rational, squeeze
@@ -57,6 +57,7 @@ class BoxedMath:
             workers=options.workers,
             timeout=options.timeout,
             memory_mb=options.memory_mb,
+            advice="Try `python -c 'import math_verify'` in this environment; more memory_mb if that works.",
         )
         self._memory: OrderedDict[tuple[str, str], Reason] = OrderedDict()
 
@@ -77,9 +78,9 @@ class BoxedMath:
         """End the worker processes."""
         self._pool.close()
 
-    def verify(self, items: Sequence[tuple[str, Response]]) -> list[Verdict]:
+    def verify(self, items: Sequence[tuple[Problem, Response]]) -> list[Verdict]:
         """One verdict an item, in order. All comparisons of a call run across the workers."""
-        looked = [self._look(gold, response) for gold, response in items]
+        looked = [self._look(problem.answer, response) for problem, response in items]
         pairs = [pair for pair in dict.fromkeys(found for found, _ in looked) if isinstance(pair, tuple)]
         replies = self._pool.run([(clean(gold), clean(answer)) for gold, answer in pairs]) if pairs else []
         decided = dict(zip(pairs, map(_reason, replies), strict=True))

@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from past_opsd.types import Response, Verdict
+from past_opsd.types import Problem, Response, Verdict
 from past_opsd.verifiers import Reason, Verifier
 from past_opsd.verifiers._extract import after_thinking, find_answer
 
@@ -40,8 +40,8 @@ class Exact:
     def close(self) -> None:
         """Nothing to end: it starts no processes."""
 
-    def verify(self, items: Sequence[tuple[str, Response]]) -> list[Verdict]:
-        return [self._verdict(gold, response) for gold, response in items]
+    def verify(self, items: Sequence[tuple[Problem, Response]]) -> list[Verdict]:
+        return [self._verdict(problem.answer, response) for problem, response in items]
 
     def _verdict(self, gold: str, response: Response) -> Verdict:
         if not response.finished:

@@ -18,10 +18,11 @@ from typing import IO, Any
 from pydantic import ValidationError
 
 from past_opsd.config import plugin
-from past_opsd.types import PastError, Response, Verdict
+from past_opsd.types import PastError, Problem, Response, Verdict
 from past_opsd.verifiers import Verifier
 
 _STATED = ("stated", "equal", "expected", "correct", "label")
+_OWN = ("gold", "prediction", "response", "finished")
 _SKIPPED = "skipped"
 _BATCH = 256
 
@@ -78,7 +79,7 @@ class Summary:
 @dataclass(frozen=True, slots=True)
 class _Row:
     data: dict[str, Any]
-    gold: str
+    problem: Problem
     response: Response | None  # None: not applicable to a verifier that reads boxes
     stated: bool | None
 
@@ -88,6 +89,7 @@ def grade_file(
 ) -> Summary:
     """Grade `path` (JSON lines with `gold` and `prediction`) into `out`, in order, in one pass.
 
+    Other columns are at the verifier's disposal: `problem` and `solution` by name, the rest as the problem's extra.
     `out` holds every row with `correct` and `reason` set, and `stated` where the row came with a verdict; it
     appears whole or not at all. A bad row is an error, or with `skip_bad` left out and counted.
     """
@@ -106,7 +108,7 @@ def grade_file(
 
 
 def _grade(batch: list[_Row], verifier: Verifier, sink: IO[bytes] | None, summary: Summary) -> None:
-    verdicts = iter(verifier.verify([(row.gold, row.response) for row in batch if row.response is not None]))
+    verdicts = iter(verifier.verify([(row.problem, row.response) for row in batch if row.response is not None]))
     for row in batch:
         verdict = Verdict(False, _SKIPPED) if row.response is None else next(verdicts)
         summary.count(row.data, verdict, row.stated)
@@ -155,7 +157,14 @@ def _parse(line: bytes, protocol_field: str | None) -> _Row:
     if protocol == "wrap":
         text = rf"\boxed{{{text}}}"
     response = None if protocol == "skip" else Response((), text, (), finished)
-    return _Row(data, gold, response, _stated(data))
+    return _Row(data, _problem(data, gold), response, _stated(data))
+
+
+def _problem(data: Mapping[str, Any], gold: str) -> Problem:
+    """The row as a problem: every other column is at a user's function's disposal."""
+    texts = {name: value for name in ("id", "problem", "solution") if isinstance(value := data.get(name), str)}
+    extra = {name: value for name, value in data.items() if name not in texts and name not in _OWN}
+    return Problem(texts.get("id", ""), texts.get("problem", ""), texts.get("solution", ""), gold, extra)
 
 
 def _stated(data: Mapping[str, Any]) -> bool | None:

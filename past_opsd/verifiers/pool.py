@@ -57,6 +57,9 @@ class _State:
 
     def end(self, worker: _Worker) -> None:
         self.workers.remove(worker)
+        if sys.platform != "win32":
+            with suppress(ProcessLookupError):  # the worker leads a group of its own, with what it started
+                os.killpg(worker.process.pid, signal.SIGKILL)
         worker.process.kill()
         worker.process.wait()
         if worker.process.stdin is not None:
@@ -71,12 +74,24 @@ class _State:
 class WorkerPool:
     """Runs `target` ("module:function", strings to a string) in up to `workers` processes.
 
-    A task that takes longer than `timeout` seconds has its process killed. A task whose process dies gets one
-    more try in a fresh one. Processes start with the first task and stay for the next call.
+    A task that takes longer than `timeout` seconds has its process killed, with what that started. A task whose
+    process dies gets one more try in a fresh one. Processes start with the first task and stay for the next call.
+    With an `argument`, `target` is called with it once in each process and gives the function. `advice` is said when
+    no process can start.
     """
 
-    def __init__(self, target: str, *, workers: int, timeout: float, memory_mb: int) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        workers: int,
+        timeout: float,
+        memory_mb: int,
+        argument: str = "",
+        advice: str = "Give the verifier more memory_mb if the import works in this environment.",
+    ) -> None:
         self.target, self.size, self.timeout, self.memory_mb = target, workers, timeout, memory_mb
+        self.argument, self.advice = argument, advice
         self._state = _State()
         self._failed_starts = 0
         self._lock = threading.Lock()
@@ -176,21 +191,19 @@ class WorkerPool:
         self._failed_starts += 1
         if self._failed_starts >= _START_TRIES:
             self._failed_starts = 0
-            raise PastError(
-                f"A verifier process cannot start: {problem}. Try `python -c 'import math_verify'` in this "
-                "environment, and give the verifier more memory_mb if that works."
-            )
+            raise PastError(f"A verifier process cannot start: {problem}. {self.advice}")
 
     def _start(self) -> None:
         path = os.pathsep.join(map(os.path.abspath, sys.path))  # an empty entry stands for the working directory
         # A fixed hash seed makes sympy order terms alike in every worker, so a verdict does not depend on which.
         environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, self.target, str(self.timeout), str(self.memory_mb)],
+            [sys.executable, "-P", "-m", __name__, self.target, str(self.timeout), str(self.memory_mb), self.argument],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
+            start_new_session=True,
         )
         worker = _Worker(process, deadline=time.monotonic() + _START_LIMIT)
         self._state.workers.append(worker)
@@ -232,7 +245,7 @@ def _limit_cpu(seconds: float) -> None:
     _lower(resource.RLIMIT_CPU, int(time.process_time() + seconds) + 2)
 
 
-def _serve(target: str, timeout: float, memory_mb: int) -> None:
+def _serve(target: str, timeout: float, memory_mb: int, argument: str) -> None:
     """The worker's life: import, say so, then answer line by line until its input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     replies = os.fdopen(os.dup(1), "wb")
@@ -241,6 +254,7 @@ def _serve(target: str, timeout: float, memory_mb: int) -> None:
     module, _, name = target.partition(":")
     try:
         function = importlib.import_module(module).__dict__[name]
+        function = function(argument) if argument else function
         problem = ""
     except Exception as error:
         function, problem = None, f"{type(error).__name__}: {error}"
@@ -259,4 +273,4 @@ def _serve(target: str, timeout: float, memory_mb: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+    _serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

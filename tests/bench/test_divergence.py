@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from past_opsd import bench
+from past_opsd.bench import divergence as bench
 from past_opsd.types import PastError
 
 

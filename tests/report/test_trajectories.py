@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -64,6 +65,23 @@ def test_the_kl_along_continuations_is_the_failed_path_kl(past_run: Path, monkey
         assert sum(kl) / len(kl) == pytest.approx(line["teacher/stay/kl"], abs=2e-6)
         assert all("kl" not in c for c in drawn if not c["correct"])
         assert all(not t["continuations"] for t in here if t["correct"])
+
+
+def test_discarded_draws_come_after_those_that_were_used(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = copy / "continuations" / "cycle-00000.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    seen: dict[int, int] = {}
+    for row in rows:
+        seen[row["trajectory"]] = seen.get(row["trajectory"], 0) + 1
+        row["discarded"] = seen[row["trajectory"]] <= 2
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    monkeypatch.setattr(trajectories, "MAX_CONTINUATIONS", 3)
+    drawn = [t for t in _collect(copy, 4)["trajectories"] if t["cycle"] == 0 and not t["correct"]]
+    assert drawn
+    for t in drawn:
+        assert t["drawn"] == 8
+        assert [c["discarded"] for c in t["continuations"]] == [False] * 3
 
 
 def test_a_reading_is_the_full_vocabulary_computation(monkeypatch: pytest.MonkeyPatch, past_run: Path) -> None:

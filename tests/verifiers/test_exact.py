@@ -1,6 +1,6 @@
 import pytest
 
-from past_opsd.types import Response
+from past_opsd.types import Problem, Response
 from past_opsd.verifiers.exact import Exact, Options
 
 
@@ -18,13 +18,13 @@ from past_opsd.verifiers.exact import Exact, Options
     ],
 )
 def test_last_box(gold: str, text: str, reason: str) -> None:
-    (verdict,) = Exact(Options()).verify([(gold, Response((), text, (), True))])
+    (verdict,) = Exact(Options()).verify([(Problem("p", "", "", gold), Response((), text, (), True))])
     assert (verdict.reason, verdict.correct) == (reason, reason == "correct")
 
 
 def test_whole_text() -> None:
     verifier = Exact(Options(whole_text=True))
     texts = ["<think>hm</think> # 4 \n", "# 4", "# 5", "<think> # 4", "# 4"]
-    items = [("# 4", Response((), text, (), i < 4)) for i, text in enumerate(texts)]
+    items = [(Problem("p", "", "", "# 4"), Response((), text, (), i < 4)) for i, text in enumerate(texts)]
     assert [v.reason for v in verifier.verify(items)] == ["correct", "correct", "wrong", "no_box", "truncated"]
     assert verifier.identity != Exact(Options()).identity

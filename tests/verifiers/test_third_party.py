@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from past_opsd.types import Response
+from past_opsd.types import Problem, Response
 from past_opsd.verifiers import Reason
 from past_opsd.verifiers._extract import find_boxes
 from past_opsd.verifiers.boxed_math import BoxedMath, Options
@@ -55,8 +55,8 @@ def test_real_outputs(verifier: BoxedMath, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["aime24.jsonl", "aime25.jsonl", "hmmt25.jsonl"])
 def test_benchmark_golds_can_be_read(verifier: BoxedMath, name: str) -> None:
-    golds = [row["answer"] for row in rows(f"../eval/{name}")]
-    same = verifier.verify([(gold, Response((), rf"\boxed{{{gold}}}", (), True)) for gold in golds])
+    golds = [Problem("p", "", "", row["answer"]) for row in rows(f"../eval/{name}")]
+    same = verifier.verify([(gold, Response((), rf"\boxed{{{gold.answer}}}", (), True)) for gold in golds])
     assert all(verdict.correct for verdict in same)
     other = verifier.verify([(gold, Response((), r"\boxed{\sqrt{7}+8.123}", (), True)) for gold in golds])
     assert {verdict.reason for verdict in other} == {"wrong"}
@@ -67,7 +67,9 @@ def test_adversarial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with BoxedMath(Options(timeout=2.0)) as verifier:
         for row in rows("adversarial.jsonl"):
             began = time.monotonic()
-            (verdict,) = verifier.verify([(row["gold"], Response((), row["prediction"], (), True))])
+            (verdict,) = verifier.verify(
+                [(Problem("p", "", "", row["gold"]), Response((), row["prediction"], (), True))]
+            )
             assert time.monotonic() - began < row["must_return_within_s"], row["name"]
             assert row["expected"] in (None, verdict.correct), (row["name"], verdict)
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,94 @@
+"""The user's own problems: JSON lines, Parquet, a folder of shards, or a dataset on the Hugging Face hub.
+
+    [task]
+    name = "dataset"
+    train = "hf:siyanzhao/Openthoughts_math_30k_opsd"
+    evaluation = { aime24 = "aime24.jsonl", gsm8k = "hf:openai/gsm8k?config=main&split=test" }
+
+Evaluation rows need no solution. A row that cannot be used stops the run with its file and line, unless
+`bad_rows = "skip"`; then the rows left out are counted and named at the start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from past_opsd.config import Section
+from past_opsd.tasks import Problems
+from past_opsd.tasks._columns import Loaded, Reading, Role, load
+from past_opsd.types import PastError, Problem
+
+
+class Options(Section):
+    """Problems from files or from the Hugging Face hub."""
+
+    train: str = Field(description="training problems: a .jsonl or .parquet file, a folder of them, or hf:owner/name")
+    evaluation: dict[str, str] = Field(description="held-out sources by benchmark name; their rows need no solution")
+    columns: dict[Role, str] = Field({}, description="columns by role, where aliases do not find them")
+    keep: list[str] | None = Field(None, description="further columns for the verifier; unset keeps all, [] none")
+    limit: int | None = Field(None, ge=1, description="use only so many training problems, the first ones")
+    evaluation_limit: int | None = Field(None, ge=1, description="use only so many problems of each held-out set")
+    needs_solution: bool = Field(True, description="false where the method reads no reference solution (GRPO)")
+    needs_answer: bool = Field(True, description="false where the verifier reads no answer (a function of yours)")
+    bad_rows: Literal["refuse", "skip"] = Field("refuse", description="what to do when rows cannot be used")
+
+
+def build(options: Options) -> Problems:
+    """Read every source now, so that a bad row is found before anything runs."""
+    if not options.evaluation:
+        raise PastError('task.evaluation names no source; write e.g. evaluation = { aime24 = "aime24.jsonl" }')
+    notes: list[str] = []
+    train = load(options.train, training(options))
+    check_mapping(train, options)
+    accept(train, options.bad_rows, notes)
+    held_out = held_out_reading(options)
+    sets = {
+        name: accept(load(source, held_out), options.bad_rows, notes).problems
+        for name, source in options.evaluation.items()
+    }
+    return Problems(identity("dataset", [train.problems, *sets.values()]), train.problems, sets, notes=tuple(notes))
+
+
+def training(options: Options) -> Reading:
+    """How training rows are read."""
+    return Reading(options.columns, options.keep, options.needs_solution, options.needs_answer, options.limit)
+
+
+def held_out_reading(options: Options) -> Reading:
+    """How evaluation rows are read."""
+    return Reading(options.columns, options.keep, False, options.needs_answer, options.evaluation_limit)
+
+
+def accept(loaded: Loaded, bad_rows: str, notes: list[str]) -> Loaded:
+    """The source, when its rows can be used; what was left out goes to the notes."""
+    if loaded.bad:
+        told = f"{loaded.source}: {len(loaded.bad)} of {loaded.rows} rows cannot be used"
+        if bad_rows == "refuse" or not loaded.problems:
+            advice = 'Mend them, or leave them out with task.bad_rows = "skip".' if loaded.problems else ""
+            raise PastError(f"{told}:\n{loaded.listing()}\n{advice}".rstrip())
+        notes.append(f"{told} and are left out:\n{loaded.listing()}")
+    return loaded
+
+
+def check_mapping(loaded: Loaded, options: Options) -> None:
+    """A mapped column that does not exist is a slip, not a reason to take another."""
+    for role, column in options.columns.items():
+        if column not in loaded.columns:
+            raise PastError(
+                f"task.columns.{role} = '{column}': {loaded.source} has no such column; "
+                f"it has {', '.join(loaded.columns)}"
+            )
+
+
+def identity(name: str, parts: Sequence[Sequence[Problem]]) -> str:
+    """The task's name with a hash of every problem."""
+    digest = hashlib.sha256()
+    for problem in (p for part in parts for p in part):
+        row = [problem.id, problem.text, problem.solution, problem.answer, dict(problem.extra)]
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return f"{name}#{digest.hexdigest()[:16]}"
