@@ -130,6 +130,9 @@ class LearnerSection(Section):
         "fused", description="how full-vocabulary losses are computed; 'past bench divergence' compares them"
     )
     token_budget: int = Field(16384, ge=16, description="padded tokens in one micro-batch")
+    shared_prompts: bool = Field(
+        True, description="responses of one prompt share its forward and backward where that pays; exact"
+    )
     loss_memory_mib: int = Field(128, ge=1, description="memory for logits inside the loss")
     student: OptimizerSection = Field(OptimizerSection(), description="the student's optimizer")  # pyright: ignore[reportCallIssue]
     teacher: OptimizerSection = Field(OptimizerSection(), description="the teacher's optimizer")  # pyright: ignore[reportCallIssue]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from past_opsd import fused
+from past_opsd import fused, packing
 from past_opsd.config import LearnerSection, OptimizerSection
 from past_opsd.losses import Advantaged, Match, Stay, token_weights
 from past_opsd.model import TRAINABLE, Model
@@ -77,14 +77,63 @@ def gather_paths(terms: Sequence[Term], reduction: str) -> list[Path]:
     return list(paths.values())
 
 
-def micro_batches(paths: Sequence[Path], token_budget: int) -> Iterator[list[Path]]:
+@dataclass
+class Bundle:
+    """Paths whose live forward is one row: a path alone, or several that share their prompt."""
+
+    paths: list[Path]
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest row, live or frozen."""
+        if len(self.paths) == 1:
+            return self.paths[0].width
+        return max(packing.row_length(view.prompt, responses) for view, responses in self._rows().items())
+
+    @property
+    def rows(self) -> int:
+        """Rows of the largest forward: responses of one prompt may be read under several frozen prompts."""
+        adapters = Counter(view.adapter for view in self._rows())
+        return max(adapters.values())
+
+    def _rows(self) -> dict[View, list[Tokens]]:
+        found: dict[View, list[Tokens]] = defaultdict(list)
+        for path in self.paths:
+            for view in dict.fromkeys([path.live, *(t.frozen for t, _ in path.terms if t.frozen is not None)]):
+                found[view].append(path.tokens)
+        return found
+
+
+def bundle(paths: Sequence[Path], token_budget: int, share: bool) -> list[Bundle]:
+    """Paths with the same live view together where their shared prompt is worth it; a row never exceeds the budget."""
+    groups: dict[View, list[Path]] = defaultdict(list)
+    for path in paths:
+        groups[path.live].append(path)
+    out: list[Bundle] = []
+    for members in groups.values():
+        if not share or not packing.pays([(p.live, p.tokens) for p in members]):
+            out += [Bundle([path]) for path in members]
+            continue
+        current = Bundle([members[0]])
+        for path in members[1:]:
+            if Bundle([*current.paths, path]).width > token_budget:
+                out.append(current)
+                current = Bundle([])
+            current.paths.append(path)
+        out.append(current)
+    return out
+
+
+def micro_batches(bundles: Sequence[Bundle], token_budget: int) -> Iterator[list[Bundle]]:
     """Length-sorted batches whose padded size stays within the budget; a longer path goes alone, never cut."""
-    batch: list[Path] = []
-    for path in sorted(paths, key=lambda p: p.width):
-        if batch and path.width * (len(batch) + 1) > token_budget:
+    batch: list[Bundle] = []
+    rows = 0
+    for item in sorted(bundles, key=lambda b: b.width):
+        if batch and item.width * (rows + item.rows) > token_budget:
             yield batch
-            batch = []
-        batch.append(path)
+            batch, rows = [], 0
+        batch.append(item)
+        rows += item.rows
     if batch:
         yield batch
 
@@ -189,15 +238,19 @@ class Learner:
 
     def _accumulate(self, phase: Adapter, terms: Sequence[Term]) -> Log:
         log = Log()
-        for batch in micro_batches(gather_paths(terms, self._section.reduction), self._section.token_budget):
-            frozen = self._frozen_states(batch)
-            live = self._model.hidden([(p.live, p.tokens) for p in batch])
+        budget = self._section.token_budget
+        bundles = bundle(gather_paths(terms, self._section.reduction), budget, self._section.shared_prompts)
+        for chosen in micro_batches(bundles, budget):
+            batch = [path for item in chosen for path in item.paths]
+            share = len(batch) > len(chosen)
+            frozen = self._frozen_states(batch, share)
+            live = self._model.hidden([(p.live, p.tokens) for p in batch], share)
             grad = self._gradient(phase, batch, live.detach(), frozen, log)
             live.backward(grad.to(live.dtype))
         return log
 
     @torch.no_grad()
-    def _frozen_states(self, batch: Sequence[Path]) -> dict[tuple[View, Tokens], Tensor]:
+    def _frozen_states(self, batch: Sequence[Path], share: bool) -> dict[tuple[View, Tokens], Tensor]:
         """Hidden states of every frozen view in the micro-batch, one forward per adapter."""
         wanted: dict[Adapter, list[tuple[View, Tokens]]] = defaultdict(list)
         for path in batch:
@@ -206,7 +259,7 @@ class Learner:
         states: dict[tuple[View, Tokens], Tensor] = {}
         for pairs in wanted.values():
             pairs = list(dict.fromkeys(pairs))
-            split = self._model.hidden(pairs).split([len(tokens) for _, tokens in pairs])
+            split = self._model.hidden(pairs, share).split([len(tokens) for _, tokens in pairs])
             states.update(zip(pairs, split, strict=True))
         return states
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
+from past_opsd import packing
 from past_opsd.config import ModelSection
 from past_opsd.pretrained import Choice, hardware, load_network, load_tokenizer, resolve
 from past_opsd.types import Adapter, PastError, Tokens, View
@@ -107,26 +109,46 @@ class Network:
         """The output projection's bias, where there is one."""
         return cast(Any, self.network).get_output_embeddings().bias
 
-    def states(self, paths: Sequence[tuple[View, Tokens]]) -> Tensor:
+    def states(self, paths: Sequence[tuple[View, Tokens]], share: bool = False) -> Tensor:
         """Final hidden states at the positions that predict each path's tokens, paths one after the other [sum T, H].
 
         Row t of a path is [eq:student-prefix-state]: it reads the prompt and y_<t and predicts y_t. Nothing is
-        re-tokenised and the last token itself is never read.
+        re-tokenised and the last token itself is never read. `share` lets paths of one prompt share its forward.
         """
-        sequences = [view.prompt + tokens[:-1] for view, tokens in paths]
-        width = max(len(s) for s in sequences)
-        ids = torch.zeros(len(sequences), width, dtype=torch.long)
-        mask = torch.zeros(len(sequences), width, dtype=torch.long)
-        for row, sequence in enumerate(sequences):
-            ids[row, : len(sequence)] = torch.tensor(sequence)
-            mask[row, : len(sequence)] = 1
+        if share and self.shares_prompts:
+            return self._run(packing.shared(paths))
+        return self._run(packing.plain(paths))
+
+    def _run(self, packed: packing.Packed) -> Tensor:
+        mask = packed.mask.to(self.device)
+        arguments: dict[str, Any] = {"attention_mask": mask}
+        if mask.dim() == 4:
+            if self.choice.attention == "eager":  # adds its mask to the scores
+                lowest = torch.finfo(self.head.dtype).min
+                mask = torch.zeros_like(mask, dtype=self.head.dtype).masked_fill_(~mask, lowest)
+            arguments = {"attention_mask": mask, "position_ids": packed.positions.to(self.device)}
         backbone = cast(Any, self.network).base_model
-        states = backbone(
-            input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False
-        ).last_hidden_state
+        states = backbone(input_ids=packed.ids.to(self.device), use_cache=False, **arguments).last_hidden_state
         states = self._scaled(states.to(self.head.device))
-        rows = [states[i, len(v.prompt) - 1 : len(v.prompt) + len(y) - 1] for i, (v, y) in enumerate(paths)]
-        return torch.cat(rows)
+        return states.flatten(0, 1)[packed.index.to(states.device)]
+
+    @cached_property
+    def shares_prompts(self) -> bool:
+        """Whether this network computes the same from a shared row: tried once, on a few tokens.
+
+        Flash attention takes no such mask, a sliding window would be lost in it, ALiBi does not read positions.
+        """
+        plain = self.config.get_text_config().to_dict()
+        kinds = set(plain.get("layer_types") or ["sliding" if plain.get("sliding_window") else "full_attention"])
+        if self.choice.attention not in ("sdpa", "eager") or kinds != {"full_attention"}:
+            return False
+        ids = [1 + i % (len(self.head) - 1) for i in range(40)]
+        prompt, responses = tuple(ids[:16]), [tuple(ids[16 + 5 * i : 24 + 5 * i]) for i in range(3)]
+        paths = [(View("base", prompt), tokens) for tokens in responses]
+        with torch.no_grad():
+            alone, together = (self._run(pack(paths)).float() for pack in (packing.plain, packing.shared))
+        scale = alone.abs().max()
+        return bool((alone - together).abs().max() <= 0.02 * scale)
 
     def digest_base(self) -> str:
         """A hash of the frozen weights."""
@@ -294,7 +316,7 @@ class Model(Network):
             raise PastError(f"'{self.section.path}' names no longest context; set model.max_context")
         return min(limits)
 
-    def hidden(self, paths: Sequence[tuple[View, Tokens]]) -> Tensor:
+    def hidden(self, paths: Sequence[tuple[View, Tokens]], share: bool = False) -> Tensor:
         """`states` under the views' adapter, of which there must be one."""
         adapters: set[Adapter] = {view.adapter for view, _ in paths}
         if len(adapters) != 1:
@@ -305,9 +327,9 @@ class Model(Network):
                 raise PastError(
                     "this method distills from a separate teacher: set model.expert to its folder or hub id"
                 )
-            return self.expert.states(paths)
+            return self.expert.states(paths, share)
         self.activate(adapter)
-        return self.states(paths)
+        return self.states(paths, share)
 
     @contextmanager
     def sampling(self, adapter: Adapter) -> Iterator[nn.Module]:

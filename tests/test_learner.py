@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from past_opsd import packing
 from past_opsd.config import OptimizerSection
-from past_opsd.learner import NonFiniteError, Path, gather_paths, learning_rate, micro_batches
+from past_opsd.learner import NonFiniteError, Path, bundle, gather_paths, learning_rate, micro_batches
 from past_opsd.losses import Imitate, Match, Reinforce, Stay
 from past_opsd.train import Session, session
 from past_opsd.types import Term, View
@@ -62,9 +63,31 @@ def test_row_weights_are_the_papers_one_over_length():
 
 def test_micro_batches_respect_the_budget_and_cut_nothing():
     paths = [Path(View("teacher", (0,) * n), (1,) * n) for n in (3, 9, 1, 5, 7, 2, 40)]
-    batches = list(micro_batches(paths, 30))
-    assert sorted(len(p.tokens) for b in batches for p in b) == [1, 2, 3, 5, 7, 9, 40]
-    assert all(len(b) == 1 or len(b) * max(p.width for p in b) <= 30 for b in batches)
+    batches = list(micro_batches(bundle(paths, 30, share=True), 30))
+    assert sorted(len(p.tokens) for batch in batches for b in batch for p in b.paths) == [1, 2, 3, 5, 7, 9, 40]
+    assert all(len(batch) == 1 or len(batch) * max(b.width for b in batch) <= 30 for batch in batches)
+
+
+def test_bundles_stay_within_the_budget_and_lose_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packing, "WORTH", 1)
+    paths = [Path(View("teacher", (0,) * 20), (1,) * n) for n in (3, 9, 1, 5, 7, 2, 4)]
+    made = bundle(paths, 32, share=True)
+    assert sorted(len(p.tokens) for b in made for p in b.paths) == [1, 2, 3, 4, 5, 7, 9]
+    assert 1 < len(made) < len(paths)
+    assert all(b.width <= 32 for b in made)
+    assert all(len(b.paths) == 1 for b in bundle(paths, 32, share=False))
+
+
+@pytest.mark.parametrize("budget", [24, 4096])
+def test_shared_prompts_do_not_change_the_update(small_recipe, monkeypatch: pytest.MonkeyPatch, budget: int):
+    alone = update(small_recipe, some_terms(), "learner.shared_prompts=false")
+    monkeypatch.setattr(packing, "WORTH", 1)
+    shapes = []
+    monkeypatch.setattr(packing, "shared", lambda paths, real=packing.shared: shapes.append(len(paths)) or real(paths))
+    together = update(small_recipe, some_terms(), f"learner.token_budget={budget}")
+    assert max(shapes) > 1, "nothing was shared"
+    for name, value in alone.items():
+        torch.testing.assert_close(together[name], value, rtol=1e-4, atol=2e-6)
 
 
 def test_frozen_prompts_count_in_the_width():

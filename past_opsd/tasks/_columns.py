@@ -91,7 +91,7 @@ def load(source: str, reading: Reading) -> Loaded:
             break
         try:
             problem, origins = _problem(row, reading)
-            if False:
+            if problem.id in ids:
                 raise _BadRowError(f"repeats the id '{problem.id}'; ids decide the random draws, so make them differ")
         except _BadRowError as error:
             bad.append(f"{row.where}: {error}")
