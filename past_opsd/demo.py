@@ -39,7 +39,7 @@ def demo(
     updates = 0
     for seed in seeds:
         for name, recipe_name in METHODS.items():
-            recipe = config.load(recipe_name, [f"run.seed={seed}", "evaluation.at=[0.0, 1.0]", *overrides])
+            recipe = config.load(recipe_name, [f"run.seed={seed}", *overrides])
             run = folder / f"{recipe_name.replace('/', '-')}-{seed}"
             with TrainDisplay(console, f"{name} {seed}", recipe.run.cycles) as display:
                 outcome = train(recipe, run, False, display)

@@ -16,19 +16,10 @@ from past_opsd.types import PastError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    parser.add_argument("recipe", help="a shipped recipe (see 'past recipes') or a .toml file")
+    """The command's arguments beside the recipe."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
     parser.add_argument("--dry", action="store_true", help="print the command instead of running it")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override, e.g. model.path=...",
-    )
 
 
 def run(args: argparse.Namespace) -> int:

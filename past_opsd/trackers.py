@@ -115,8 +115,8 @@ class WandB:
     """A Weights & Biases run with its files in RUN/wandb. `WANDB_MODE=offline` keeps it there."""
 
     def __init__(self) -> None:
-        import wandb
-        from wandb.errors import UsageError
+        import wandb  # pyright: ignore[reportMissingImports]
+        from wandb.errors import UsageError  # pyright: ignore[reportMissingImports]
 
         self._noted = (-1, "")
         if wandb.setup().settings.mode not in ("offline", "dryrun", "disabled"):
@@ -126,7 +126,7 @@ class WandB:
                 raise PastError(f"wandb: {error} Or set WANDB_MODE=offline.") from None
 
     def start(self, start: Start) -> Reached:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -156,8 +156,8 @@ class Trackio:
     """Trackio's local database; `trackio show --project past-opsd` shows it."""
 
     def start(self, start: Start) -> Reached:
-        import trackio
-        from trackio.sqlite_storage import SQLiteStorage
+        import trackio  # pyright: ignore[reportMissingImports]
+        from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
 
         rows = SQLiteStorage.get_logs(PROJECT, start.name)
         self._run = trackio.init(PROJECT, name=start.name, config=start.config, resume="allow", embed=False)
@@ -167,12 +167,12 @@ class Trackio:
         self._run.log(dict(values), step=step)
 
     def note(self, step: int, text: str) -> None:
-        import trackio
+        import trackio  # pyright: ignore[reportMissingImports]
 
         self._run.log({NOTE: trackio.Markdown(text)}, step=step)
 
     def finish(self) -> None:
-        import trackio
+        import trackio  # pyright: ignore[reportMissingImports]
 
         trackio.finish()
 

@@ -159,6 +159,14 @@ def test_lengths_are_what_the_loop_drops(capsys: pytest.CaptureFixture[str], tmp
         assert 4 <= parts.loop.cycle(0).dropped <= 8
         longest = max(len(parts.loop.prompts.student(p)) for p in parts.loop.problems)
     assert re.search(rf"student prompt +{longest} +{longest} +{longest}\n", out)
+
+    def whole(name: str, *more: str) -> int:
+        report = check(capsys, "--recipe", name, *words, *more)[1]
+        return int(report.split("whole, with the longest response")[1].split()[2])
+
+    longer = ("--set", "rollout.teacher.max_new_tokens=134")  # from 34; only a method that explores draws them
+    assert whole("embedded/past", *longer) == whole("embedded/past") + 100
+    assert whole("embedded/opsd", *longer) == whole("embedded/opsd")
     code, out = check(capsys, "--recipe", "embedded/past", *words, "--set", "model.max_context=40")
     assert code == 1
     assert "no problem fits the context" in out

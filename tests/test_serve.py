@@ -1,24 +1,16 @@
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import shlex
 
 import pytest
 
-from past_opsd import serve
+from past_opsd import cli
 from past_opsd.model import resolve
-from past_opsd.types import PastError
-
-
-def parsed(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    return parser.parse_args(words)
 
 
 def dry(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    assert serve.run(parsed(*words, "--dry")) == 0
+    assert cli.main(["serve", *words, "--dry"]) == 0
     return shlex.split(capsys.readouterr().out)
 
 
@@ -62,6 +54,6 @@ def test_the_engines_arguments_become_flags(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_without_vllm_it_says_what_is_missing():
-    with pytest.raises(PastError, match="needs vLLM in this environment"):
-        serve.run(parsed("embedded/past"))
+def test_without_vllm_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["serve", "embedded/past"]) == 2
+    assert "needs vLLM in this environment" in capsys.readouterr().err

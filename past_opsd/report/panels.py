@@ -114,7 +114,7 @@ def svg(panel: Panel) -> str:
         draw(panel).savefig(buffer, format="svg", transparent=True, metadata=_NO_DATE)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    for pattern in (r"<metadata>.*?</metadata>\s*", r"<style.*?</style>\s*", r"<!--.*?-->\s*", r"<defs>\s*</defs>\s*"):
+    for pattern in (r"<style.*?</style>\s*", r"<!--.*?-->\s*", r"<defs>\s*</defs>\s*"):
         text = re.sub(pattern, "", text, flags=re.DOTALL)
     text = _own_ids(text, panel.name)
     text = re.sub(r"font-family: [^;\"]+;? ?", "", text)

@@ -73,7 +73,7 @@ class Preset:
 
 PRESETS: Mapping[str, Preset] = {
     "paper": Preset("the paper's protocol", temperature=1.0, top_p=1.0, top_k=0),
-    "card": Preset("Qwen3's model card, thinking mode", temperature=0.6, top_p=0.95, top_k=0),
+    "card": Preset("Qwen3's model card, thinking mode", temperature=0.6, top_p=0.95, top_k=20),
 }
 
 

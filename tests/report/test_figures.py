@@ -135,10 +135,11 @@ def test_bands_are_drawn_from_the_lowest_to_the_highest_seed():
         assert list(drawn.get_ydata()) == pytest.approx([25.0, 60.0])
 
 
-def test_probe_panels_show_the_newest_record(runs: list[data.Run], found: dict[str, Figure]):
+def test_probe_panels_show_the_newest_record(runs: list[data.Run]):
     run = only(runs, "past-17")[0]
     value = run.probes[3]["conditions"]["removed"]["all"]["success"]
-    shown = panel(found["teacher-mechanism"], "mechanism-success")
+    probed = {1: run.probes[3] | {"step": 1}, 3: run.probes[3], 2: run.probes[3] | {"step": 2}}
+    shown = panel(by_name([replace(run, probes=probed)])["teacher-mechanism"], "mechanism-success")
     assert shown.table[1][0][:3] == ["PAST", "17", "3"]
     cell = f"{100 * value['estimate']:.1f} [{100 * value['low']:.1f}, {100 * value['high']:.1f}]"
     assert column(shown, "removed") == [cell]
@@ -200,6 +201,7 @@ def test_without_a_probe_the_caption_says_how_to_make_one(runs: list[data.Run], 
     assert "past probe RUN" not in found["teacher-mechanism"].caption
     assert {p.title for p in bare["teacher-mechanism"].panels} == {"Correct-branch KL", "Failed-branch success"}
     assert "privilege-decomposition" not in bare
+    assert "objective-tradeoffs" not in bare  # one method is no trade-off
     assert "past shift RUN" in bare["privilege-dynamics"].caption
 
 
@@ -257,16 +259,17 @@ def test_text_is_readable_on_a_phone(drawn: dict[str, str]):
 
 
 def test_names_from_outside_cannot_break_the_svg(runs: list[data.Run]):
-    evil = '"><script>x $\\frac{1}{'
+    evil = '"><script>x $\\frac{1}{$'
     run = only(runs, "opsd-17")[0]
     step, evaluation = max(run.evaluations.items())
     renamed = replace(evaluation, tasks={evil: evaluation.tasks["chain3"], "問題": evaluation.tasks["chain4"]})
     recipe = run.recipe.model_copy(update={"name": evil})
     made = by_name([replace(run, recipe=recipe, evaluations={step: renamed}), *only(runs, "past-17")])
-    for p in made["main-learning-dynamics"].panels:
-        text = figures.svg(p)
+    texts = [figures.svg(p) for p in made["main-learning-dynamics"].panels]
+    for text in texts:
         ElementTree.fromstring(text)
         assert "<script" not in text
+    assert "&gt;&lt;script&gt;x $\\frac{1}{$" in texts[-1]  # in the legend, as written
 
 
 def test_a_method_has_one_colour_in_all_panels(runs: list[data.Run]):
@@ -341,7 +344,7 @@ def test_the_users_matplotlib_settings_are_neither_used_nor_changed(found: dict[
 
     one = found["cost"].panels[0]
     before = figures.svg(one)
-    with matplotlib.rc_context({"font.size": 31, "axes.grid": False, "lines.linewidth": 9}):
+    with matplotlib.rc_context({"font.size": 31, "xtick.major.size": 20, "text.usetex": True}):
         assert figures.svg(one) == before
         assert matplotlib.rcParams["font.size"] == 31
 

@@ -8,11 +8,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import SMALL
 
 from past_opsd import config
 from past_opsd.tasks import Problems, dataset
 from past_opsd.tasks._columns import Loaded, Reading, load
 from past_opsd.tasks._rows import parse_hub
+from past_opsd.train import session
 from past_opsd.types import PastError, Problem
 
 GOOD = {"problem": "1+1", "solution": "so 2", "answer": "2"}
@@ -337,3 +339,32 @@ def test_real_files(shared: Path):
     assert len(task.train()) == 7473
     assert task.notes == ()
     assert {name: len(ps) for name, ps in task.evaluation().items()} == {"aime24": 30, "aime25": 30, "hmmt25": 30}
+
+
+def test_a_run_on_parquet_with_a_users_function_is_the_run_on_the_same_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_recipe: Any
+):
+    (tmp_path / "my_checks.py").write_text(
+        "import re\n"
+        "def check(response, problem):\n"
+        "    return re.findall(r'boxed{(.)}', response)[-1:] == [problem.extra['gold']]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    made = config.plugin("task", "embedded").build(small_recipe().task)
+    for name, part in (("train", made.train()), *made.evaluation().items()):
+        rows = [{"id": p.id, "problem": p.text, "solution": p.solution, "gold": p.answer} for p in part]
+        parquet(tmp_path / f"{name}.parquet", *rows)
+    held_out = ", ".join(f'{name} = "{name}.parquet"' for name in made.evaluation())
+    cut = [s for s in SMALL if not s.startswith("task.")]
+    sets = ["task.name=dataset", "task.train=train.parquet", f"task.evaluation={{ {held_out} }}"]
+    sets += ["task.needs_answer=false", "verifier.name=function", "verifier.path=my_checks:check"]
+    outcomes = []
+    for recipe in (small_recipe(), config.load("embedded/past", [*cut, *sets])):
+        with session(recipe) as parts:
+            cycle = parts.loop.cycle(0)
+            outcomes.append([(a.problem.id, a.response, a.verdict.correct) for a in cycle.batch.attempts])
+            outcomes.append(
+                [d.continuations for d in cycle.draws] and [parts.evaluate(1).outcomes()["chain3"].tolist()]
+            )
+    assert outcomes[:2] == outcomes[2:]
+    assert {correct for _, _, correct in outcomes[0]} == {True, False}

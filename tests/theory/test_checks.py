@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 
@@ -165,11 +166,10 @@ def arguments(*words):
 
 
 def screen(rows, width=80):
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    command.show(console, rows)
-    text = console.export_text()
-    console.file.close()
-    return text
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as captured:
+        command.show(console, rows)
+    return captured.get()
 
 
 def test_the_table_fits_80_columns(found):

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
@@ -130,7 +131,7 @@ def test_the_derivative_along_a_mixture_is_the_occupancy_weighted_shift(problem)
     process, policy = problem
     J = lambda epsilon: expected_reward(mix(process.student, policy, epsilon), process.verifier)  # noqa: E731
     slope = occupancy_weighted_shift(process, policy)
-    # Richardson twice: exact for polynomials up to degree 6, here at most 3.
+    # One Richardson step on central differences is exact up to degree 4; here the degree is at most 3.
     central = [(J(h) - J(-h)) / (2 * h) for h in (0.1, 0.05)]
     assert math.isclose((4 * central[1] - central[0]) / 3, slope, **CLOSE)
     if slope > 1e-3:
@@ -181,8 +182,6 @@ def test_the_searches_agree_with_scipy():
     other = minimize(lambda z: weights @ kl(softmax(z), q), np.zeros(4), tol=1e-12)
 
     def objective(live):
-        import torch
-
         p = live.exp()
         return sum(w * (p * (live - torch.tensor(np.log(row)))).sum() for w, row in zip(weights, q, strict=True))
 
