@@ -281,6 +281,7 @@ def made_numerics(recipe: Recipe, repeats: int) -> list[Row]:
         live = torch.randn(32, shape.hidden, generator=generator)
         frozen = live + 0.3 * torch.randn(32, shape.hidden, generator=generator)
         head = torch.randn(shape.vocab, shape.hidden, generator=generator).mul_(4 * shape.hidden**-0.5)
+        live, frozen, head = (x.to(dtype) for x in (live, frozen, head))
         tokens = torch.randint(shape.vocab, (32,), generator=generator)
         jobs = [fused.Job(Match(math.inf), torch.full((32,), 1 / 32))]
         a = fused.run(

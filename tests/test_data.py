@@ -59,7 +59,7 @@ def test_bad_rows_are_listed_and_refused(capsys: pytest.CaptureFixture[str], tmp
     code, out = check(capsys, path)
     assert code == 1
     assert "3 rows, 2 usable, 1 bad" in out
-    assert re.search(r"a\.jsonl:2:\s+not\s+JSON", out)
+    assert "a.jsonl:2:notJSON" in "".join(out.split())  # a long path is wrapped at 80 columns
     assert "would be refused:" in out
     recipe = ["--recipe", "embedded/past", "--set", "task.name=dataset", "--set", f'task.train="{path}"']
     lenient = [*recipe, "--set", f'task.evaluation={{ e = "{path}" }}', "--set", "task.bad_rows=skip"]

@@ -308,21 +308,37 @@ def test_progress_of_a_folder_without_recipe(tmp_path: Path):
     assert progress(tmp_path) is None
 
 
+# A process started in the background of a shell ignores Ctrl-C; this one must not.
+COMMAND = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from past_opsd.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_the_command_prints_its_address_and_ends_with_ctrl_c(finished: Path, capfd: pytest.CaptureFixture[str]):
     from past_opsd.cli import main
 
     assert main(["watch", str(finished), "--every", "0"]) == 2
     assert "--every 0.0: give 0.1 seconds or more" in capfd.readouterr().err
-    command = [sys.executable, "-m", "past_opsd.cli", "watch", str(finished)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("http://127.0.0.1:")
-        assert line.endswith("/ (Ctrl-C ends)\n")
-        with urllib.request.urlopen(line.split()[0] + "state", timeout=60) as answer:
-            assert json.load(answer)["finished"]
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "watch", str(finished)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("http://127.0.0.1:")
+            assert line.endswith("/ (Ctrl-C ends)\n")
+            with urllib.request.urlopen(line.split()[0] + "state", timeout=60) as answer:
+                assert json.load(answer)["finished"]
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, errors) == (0, "")
 
 

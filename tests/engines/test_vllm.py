@@ -18,15 +18,16 @@ import pytest
 import torch
 from engines.parts import QUICK, ServerProcess, move, need_vllm, perturbed, publish
 
-from past_opsd import config
+from past_opsd import checkpoint, config
 from past_opsd.config import LoraSection, ModelSection, Sampling
 from past_opsd.engines import Request, vllm
 from past_opsd.engines.vllm_backend import Options, Probe, arguments, environment, parameters
 from past_opsd.evaluate import Evaluation
+from past_opsd.export import export
 from past_opsd.model import Model
 from past_opsd.pretrained import cache
 from past_opsd.record import read_lines
-from past_opsd.train import train
+from past_opsd.train import session, train
 from past_opsd.types import PastError, View, derive_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM and what it imports warn about themselves
@@ -376,3 +377,36 @@ def test_what_a_person_set_in_the_environment_stays():
     assert environment(section, {})["HF_HUB_OFFLINE"] == "1"
     assert "HF_HUB_OFFLINE" not in environment(ModelSection(path="Qwen/Qwen3-1.7B"), {})
     assert "VLLM_CPU_KVCACHE_SPACE" not in environment(section, {"VLLM_CPU_KVCACHE_SPACE": "8"})
+
+
+def test_an_exported_adapter_is_served_as_the_student(
+    folder: Path, tmp_path: Path, server: ServerProcess, quiet: Any, requests: list[Request]
+):
+    settings = [f"model.path={folder}", "run.cycles=2", "learner.student.lr=0.01", "evaluation.at=[]"]
+    recipe = config.load("embedded/past", [*settings, "task.train_problems=60", "model.lora.rank=4"])
+    train(recipe, tmp_path / "run", False, quiet)
+    out = export(tmp_path / "run", tmp_path / "exported")
+    _post(f"{server.url}/v1/load_lora_adapter", {"lora_name": "exported", "lora_path": str(out)})
+    with session(recipe) as parts:
+        checkpoint.load_adapter(parts.model, "student", out)
+        parts.loop.publish()
+        asked = [Request(View("student", r.view.prompt), 0) for r in requests[:8]]
+        greedy = Sampling(max_new_tokens=34, temperature=0.0)
+        wanted = [list(r.tokens) for r in parts.loop.lab.engine.sample(asked, greedy, parts.model.versions)]
+        plain = [Request(View("base", r.view.prompt), 0) for r in asked]
+        base = [list(r.tokens) for r in parts.loop.lab.engine.sample(plain, greedy, parts.model.versions)]
+    body = {"model": "exported", "max_tokens": 34, "temperature": 0, "return_token_ids": True}
+    served = [
+        _post(f"{server.url}/v1/completions", body | {"prompt": list(request.view.prompt)})["choices"][0]["token_ids"]
+        for request in asked
+    ]
+    _post(f"{server.url}/v1/unload_lora_adapter", {"lora_name": "exported"})
+    assert served == wanted
+    assert served != base, "the adapter changes nothing: the comparison says nothing"
+
+
+def _post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as response:
+        text = response.read()
+    return json.loads(text) if text.startswith(b"{") else None
