@@ -81,8 +81,13 @@ def _parser(command: str) -> argparse.ArgumentParser:
     train.add_argument("--track", default="", metavar="NAMES", help="also log to tensorboard, wandb and/or trackio")
 
     evaluate = _command(commands, "eval", "Avg@k, pass@k and majority@k of the base or of an adapter", _eval)
-    _recipe_arguments(evaluate)
+    _recipe_arguments(evaluate, optional=True)
     evaluate.add_argument("--adapter", type=Path, help="checkpoint or PEFT folder (default: the bare base model)")
+    evaluate.add_argument("--model", help="instead of a recipe: a folder or hub id, with --benchmark")
+    evaluate.add_argument(
+        "--benchmark", metavar="NAMES", help="aime24,aime25,hmmt25,math500,gsm8k; NAME=FILE reads a file of yours"
+    )
+    evaluate.add_argument("--preset", default="paper", help="with --benchmark: 'paper' (default) or 'card' sampling")
     evaluate.add_argument("--out", type=Path, help="write the outcomes as JSON")
 
     compare = _command(commands, "compare", "run a suite of recipes over seeds; tables with paired intervals", _compare)
@@ -117,8 +122,9 @@ def _command(commands: argparse._SubParsersAction, name: str, summary: str, run:
     return parser
 
 
-def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a shipped recipe (see 'past recipes') or a .toml file")
+def _recipe_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    many = "?" if optional else None
+    parser.add_argument("recipe", nargs=many, help="a shipped recipe (see 'past recipes') or a .toml file")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override, e.g. run.cycles=20"
     )
@@ -167,7 +173,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    recipe = config.load(args.recipe, args.overrides)
+    recipe = _evaluated_recipe(args)
     from rich.console import Console
 
     from past_opsd import checkpoint, ui
@@ -182,6 +188,18 @@ def _eval(args: argparse.Namespace) -> int:
         evaluation.save(args.out)
     ui.evaluated(Console(), evaluation, recipe.evaluation.pass_k)
     return 0
+
+
+def _evaluated_recipe(args: argparse.Namespace) -> config.Recipe:
+    if args.recipe is not None and args.model is None and args.benchmark is None:
+        return config.load(args.recipe, args.overrides)
+    if args.recipe is not None or args.model is None or args.benchmark is None:
+        raise PastError(
+            "give a recipe, or --model and --benchmark: past eval --model Qwen/Qwen3-1.7B --benchmark aime24"
+        )
+    from past_opsd.tasks.benchmarks import evaluation_recipe
+
+    return evaluation_recipe(args.model, args.benchmark.split(","), args.preset, args.overrides, args.adapter)
 
 
 def _compare(args: argparse.Namespace) -> int:

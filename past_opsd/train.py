@@ -100,11 +100,6 @@ def assemble(recipe: Recipe, verifier: Verifier | None = None) -> Session:
     prompts = Prompts(model.tokenizer, recipe.prompts)
     task = config.plugin("task", recipe.task.name).build(recipe.task)
     problems = task.train()
-    if recipe.rollout.problems_per_cycle > len(problems):
-        raise PastError(
-            f"rollout.problems_per_cycle = {recipe.rollout.problems_per_cycle} is more than the task's "
-            f"{len(problems)} problems"
-        )
     engine = config.plugin("engine", recipe.engine.name).build(recipe.engine, model)
     if verifier is None:
         verifier = config.plugin("verifier", recipe.verifier.name).build(recipe.verifier)
@@ -167,6 +162,7 @@ def train(
     if resume and not existing:
         display.note(f"{folder} holds no checkpoint yet; starting from the beginning")
     with session(recipe, verifier) as parts, _interruptible() as asked:
+        _enough(recipe, len(parts.loop.problems))
         for note in parts.notes:
             display.note(note)
 
@@ -199,6 +195,14 @@ def train(
                 profiler.write(clock)
         completed = checkpoint.steps(folder)[-1]
     return outcome(recipe, folder, completed)
+
+
+def _enough(recipe: Recipe, problems: int) -> None:
+    if recipe.rollout.problems_per_cycle > problems:
+        raise PastError(
+            f"rollout.problems_per_cycle = {recipe.rollout.problems_per_cycle} is more than the task's "
+            f"{problems} problems"
+        )
 
 
 def outcome(recipe: Recipe, folder: Path, completed: int) -> Outcome:

@@ -114,3 +114,21 @@ def test_demo_seeds_must_be_numbers(capsys):
     code, _, err = run(capsys, "demo", "--seeds", "a,b")
     assert code == 2
     assert "whole numbers" in err
+
+
+def test_eval_takes_a_model_and_benchmarks_instead_of_a_recipe(capsys, tmp_path: Path):
+    task = config.plugin("task", "embedded")
+    rows = task.build(task.Options(train_problems=8, eval_problems=3)).train()[:3]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps({"problem": p.text, "answer": p.answer}) + "\n" for p in rows))
+    short = ["--set", "evaluation.sampling.max_new_tokens=16", "--set", "evaluation.samples=2"]
+    short += ["--set", "evaluation.pass_k=[1, 2]", "--set", "model.max_context=256", "--set", "model.dtype=float32"]
+    words = ["eval", "--model", "embedded", "--benchmark", f"aime24={file}", *short]
+    code, out, err = run(capsys, *words, "--out", tmp_path / "result.json")
+    assert code == 0, err
+    assert "avg@2" in out
+    saved = json.loads((tmp_path / "result.json").read_text())
+    assert list(saved["tasks"]) == ["aime24"]
+    assert len(saved["tasks"]["aime24"]["outcomes"]) == 3
+    code, _, err = run(capsys, "eval", "--model", "embedded")
+    assert (code, "give a recipe, or --model and --benchmark" in err) == (2, True)

@@ -20,7 +20,7 @@ from past_opsd.train import train
 from past_opsd.types import Attempt, PastError, Problem, Response, Verdict, View
 
 QUICK = ["run.cycles=1", "evaluation.samples=1", "evaluation.pass_k=[1]", "evaluation.at=[1.0]"]
-FLOOR = 2e-5  # completions less likely than this are not enumerated
+FLOOR = 1e-5  # completions less likely than this are not enumerated
 
 
 def parsed(*words: str | Path) -> argparse.Namespace:
