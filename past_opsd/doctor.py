@@ -36,7 +36,7 @@ from past_opsd.types import Attempt, PastError, Problem, Response, Term, Tokens,
 
 LOSS_BOUND = 1e-3
 COSINE_BOUND = 0.999
-MADE_VOCAB = 4096  # CPUs without bfloat16 units take minutes for a large head
+MADE_VOCAB = 2048  # CPUs without bfloat16 units take minutes for a large head
 
 
 @dataclass(frozen=True)
@@ -280,12 +280,12 @@ def made_numerics(recipe: Recipe, repeats: int) -> list[Row]:
     cosines: list[float] = []
     for repeat in range(repeats):
         generator = torch.Generator().manual_seed(repeat)
-        live = torch.randn(32, shape.hidden, generator=generator)
-        frozen = live + 0.3 * torch.randn(32, shape.hidden, generator=generator)
+        live = torch.randn(8, shape.hidden, generator=generator)
+        frozen = live + 0.3 * torch.randn(8, shape.hidden, generator=generator)
         head = torch.randn(vocab, shape.hidden, generator=generator).mul_(4 * shape.hidden**-0.5)
         live, frozen, head = (x.to(dtype) for x in (live, frozen, head))
-        tokens = torch.randint(vocab, (32,), generator=generator)
-        jobs = [fused.Job(Match(math.inf), torch.full((32,), 1 / 32))]
+        tokens = torch.randint(vocab, (8,), generator=generator)
+        jobs = [fused.Job(Match(math.inf), torch.full((8,), 1 / 8))]
         a = fused.run(
             recipe.learner.implementation, live.to(dtype), frozen.to(dtype), head.to(dtype), None, tokens, jobs
         )
@@ -449,7 +449,9 @@ def needs(console: Console, recipe: Recipe) -> None:
     if not fits:
         for line in advice(recipe, shape, load, free, choice.dtype):
             console.print(f"  - {line}", highlight=False, soft_wrap=True)
-    speed = estimate.measure(getattr(torch, choice.dtype), device, load.student_samples)
+    # A CPU multiplies half precision far slower than float32, and nobody would train so on it.
+    dtype = torch.float32 if device.type == "cpu" else getattr(torch, choice.dtype)
+    speed = estimate.measure(dtype, device, load.student_samples)
     phases = estimate.seconds(shape, load, speed, choice.gradient_checkpointing)
     cycle = sum(phases.values())
     shown = ", ".join(f"{name} {_duration(value)}" for name, value in phases.items() if value)

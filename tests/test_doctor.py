@@ -35,8 +35,14 @@ def test_the_table_of_the_paper_for_the_embedded_recipe(capsys):
     assert all(len(line) <= 80 for line in out.partition("└")[0].splitlines())
 
 
-def test_dry_needs_no_weights_and_says_what_it_could_not_check(capsys, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+@pytest.fixture
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No waiting for a hub that may not be there."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.usefixtures("_offline")
+def test_dry_needs_no_weights_and_says_what_it_could_not_check(capsys):
     code, out = lines(capsys, "paper/past", "--dry", "--repeats", "1")
     assert code == 0, out
     assert out.count("not checked") == 2
@@ -45,6 +51,7 @@ def test_dry_needs_no_weights_and_says_what_it_could_not_check(capsys, monkeypat
     assert "38,912 new tokens" in out
 
 
+@pytest.mark.usefixtures("_offline")
 def test_advice_where_it_will_not_fit(capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor.estimate, "available", lambda device: 4 << 30)
     _, out = lines(capsys, "paper/past", "--dry", "--repeats", "1")
