@@ -59,7 +59,8 @@ class Evaluation:
             out[f"{name}/truncated"] = result.truncated
             for style in styles:
                 out[f"{name}/style/{style}"] = result.styles.get(style, 0) / outcomes.size
-        for metric in dict.fromkeys(key.split("/", 1)[1] for key in out):
+        first = f"{next(iter(self.tasks))}/"
+        for metric in [key.removeprefix(first) for key in out if key.startswith(first)]:
             out[f"macro/{metric}"] = float(np.mean([out[f"{name}/{metric}"] for name in self.tasks]))
         return out
 

@@ -142,11 +142,12 @@ def _start(recipe: str, folder: Path, settings: Sequence[str]) -> subprocess.Pop
 def collect(suite: Suite, seeds: Sequence[int], out: Path) -> list[Row]:
     """Read the runs of a suite."""
     return [
-        _row(label, recipe, [run_folder(out, recipe, seed) for seed in seeds]) for label, recipe in suite.rows.items()
+        row(label, recipe, [run_folder(out, recipe, seed) for seed in seeds]) for label, recipe in suite.rows.items()
     ]
 
 
-def _row(label: str, recipe: str, folders: Sequence[Path]) -> Row:
+def row(label: str, recipe: str, folders: Sequence[Path]) -> Row:
+    """One method's line: its runs, one folder a seed, read and averaged."""
     evaluations, costs, diagnostics = [], [], []
     for folder in folders:
         found = [Evaluation.load(path) for path in sorted((folder / "evaluations").glob("step-*.json"))]

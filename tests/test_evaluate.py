@@ -27,6 +27,16 @@ def test_outcomes_and_summary(past: Session, tmp_path: Path):
     assert Evaluation.load(tmp_path / "e.json") == evaluation
 
 
+def test_the_names_of_held_out_sets_are_free(past: Session):
+    evaluation = past.evaluate(0)
+    renamed = replace(evaluation, tasks={f"maths/{name}": result for name, result in evaluation.tasks.items()})
+    mine, plain = renamed.summary([1, 4]), evaluation.summary([1, 4])
+    assert {k: v for k, v in mine.items() if k.startswith("macro/")} == {
+        k: v for k, v in plain.items() if k.startswith("macro/")
+    }
+    assert mine["maths/chain3/avg@4"] == plain["chain3/avg@4"]
+
+
 def test_methods_of_one_seed_share_draws_and_other_seeds_draw_anew(small_recipe):
     """Before any update two methods give the same outcomes, so they pair; a second seed is a second sample."""
     outcomes = []

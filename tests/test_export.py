@@ -62,7 +62,7 @@ def test_the_merged_model_needs_no_peft(run: Path, expected: torch.Tensor):
 
 
 def test_lm_evaluation_harness_scores_as_the_student_does(run: Path, expected: torch.Tensor):
-    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs lm-eval: 'make test-clients' has it")
+    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs lm-eval: 'make test-vllm' has it")
     from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 
     out = export(run, run / "harness")

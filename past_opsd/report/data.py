@@ -255,7 +255,7 @@ def band(traces: Traces) -> Band:
 def measured(method: Method) -> suite.Row | None:
     """Costs and diagnostics as `past compare` takes them, means over the seeds that have completed a cycle."""
     folders = [run.folder for run in method.runs.values() if run.metrics and run.timings]
-    return suite._row(method.label, method.name, folders) if folders else None
+    return suite.row(method.label, method.name, folders) if folders else None
 
 
 def phases(method: Method) -> dict[str, float]:

@@ -9,6 +9,7 @@ import pytest
 from past_opsd import config
 from past_opsd.tasks import benchmarks
 from past_opsd.tasks.benchmarks import BENCHMARKS, PRESETS, Options, build, evaluation_recipe, lora_overrides
+from past_opsd.train import session
 from past_opsd.types import PastError, Response
 from past_opsd.verifiers.boxed_math import BoxedMath
 from past_opsd.verifiers.boxed_math import Options as Boxed
@@ -133,3 +134,15 @@ def test_an_adapter_brings_its_lora_shape(tmp_path: Path):
 
 def test_options_are_explained():
     assert all(info.description for info in benchmarks.Options.model_fields.values())
+
+
+def test_a_recipe_made_here_evaluates_a_model(tmp_path: Path):
+    made = config.plugin("task", "embedded").build(config.load("embedded/past").task).evaluation()["chain3"][:6]
+    source = write(tmp_path / "c.jsonl", *({"id": p.id, "problem": p.text, "answer": p.answer} for p in made))
+    small = ["model.dtype=float32", "model.lora.rank=4", "run.threads=1", "prompts.evaluation=Problem: {problem}"]
+    small += ["evaluation.samples=4", "evaluation.pass_k=[1]", "evaluation.sampling.max_new_tokens=34"]
+    recipe = evaluation_recipe("embedded", [f"chains={source}"], "paper", small)
+    with session(recipe) as parts:
+        result = parts.evaluate(0).tasks["chains"]
+    assert result.problems == [p.id for p in made]
+    assert 0 < sum(map(sum, result.outcomes)) < 24
