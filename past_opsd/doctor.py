@@ -275,7 +275,8 @@ def made_numerics(recipe: Recipe, repeats: int) -> list[Row]:
     """The same comparison from made hidden states of the model's width, with a part of its vocabulary."""
     shape = shape_for(recipe)
     vocab = min(shape.vocab, MADE_VOCAB)
-    dtype = getattr(torch, hardware(recipe.model).dtype)
+    choice = hardware(recipe.model)
+    dtype = getattr(torch, choice.dtype)
     errors: list[float] = []
     cosines: list[float] = []
     for repeat in range(repeats):
@@ -283,9 +284,9 @@ def made_numerics(recipe: Recipe, repeats: int) -> list[Row]:
         live = torch.randn(8, shape.hidden, generator=generator)
         frozen = live + 0.3 * torch.randn(8, shape.hidden, generator=generator)
         head = torch.randn(vocab, shape.hidden, generator=generator).mul_(4 * shape.hidden**-0.5)
-        live, frozen, head = (x.to(dtype) for x in (live, frozen, head))
-        tokens = torch.randint(vocab, (8,), generator=generator)
-        jobs = [fused.Job(Match(math.inf), torch.full((8,), 1 / 8))]
+        live, frozen, head = (x.to(choice.device, dtype) for x in (live, frozen, head))
+        tokens = torch.randint(vocab, (8,), generator=generator).to(choice.device)
+        jobs = [fused.Job(Match(math.inf), torch.full((8,), 1 / 8, device=choice.device))]
         a = fused.run(
             recipe.learner.implementation, live.to(dtype), frozen.to(dtype), head.to(dtype), None, tokens, jobs
         )

@@ -2,21 +2,24 @@
 
 The head is frozen and every weight is known beforehand, so the gradient with respect to the live hidden states
 is made together with the value: per chunk of positions two projections (live and frozen), one elementwise pass,
-one projection back. Four implementations of the same function, cf. tab:full-vocab-implementation:
+one projection back. Five implementations of the same function, cf. tab:full-vocab-implementation:
 
 - `reference`: dense autograd through the losses, projections in float32;
 - `bf16`: dense autograd, hidden states, head, logits and their gradient rounded to bfloat16, softmax and loss in
   float32 (on a CPU, which may lack bfloat16 units, the rounded operands are multiplied in float32);
 - `chunked`: autograd chunk by chunk, projections in the head's dtype;
-- `fused`: closed-form gradients written over the logits, chunk by chunk, projections in the head's dtype.
+- `fused`: closed-form gradients written over the logits, chunk by chunk, projections in the head's dtype;
+- `triton`: `fused` with its elementwise pass as one GPU kernel, see `past_opsd.fused_triton`; rows with a loss that
+  has no closed form run as `chunked`.
 
 Softmax and losses are always float32 (float64 where the head is float64).
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -28,7 +31,7 @@ from torch import Tensor
 from past_opsd.losses import Entrywise, Imitate, Loss, MatchPlusCE, TokenWise, at_tokens, select
 from past_opsd.types import PastError
 
-Implementation = Literal["reference", "bf16", "chunked", "fused"]
+Implementation = Literal["reference", "bf16", "chunked", "fused", "triton"]
 DEFAULT_BUDGET = 224 * 2**20
 CLIP_ROWS = ("kl", "clipped", "removed", "dot", "norm_clipped", "norm_unclipped")
 
@@ -74,7 +77,9 @@ class Result:
 
 
 @dataclass(frozen=True)
-class _Heads:
+class Heads:
+    """Both views' heads and biases, and the temperature of their logits."""
+
     live: Tensor
     live_bias: Tensor | None
     frozen: Tensor
@@ -88,7 +93,7 @@ class _Heads:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """A job's loss on the rows at hand; a MatchPlusCE makes two parts."""
 
     job: int
@@ -97,18 +102,18 @@ class _Part:
     weight: Tensor
     frozen: bool
 
-    def at(self, rows: Tensor | slice) -> _Part:
-        return _Part(self.job, self.factor, select(self.loss, rows), self.weight[rows], self.frozen)
+    def at(self, rows: Tensor | slice) -> Part:
+        return Part(self.job, self.factor, select(self.loss, rows), self.weight[rows], self.frozen)
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """Rows to which the same parts apply, and where their results go."""
 
     live: Tensor
     frozen: Tensor | None
     tokens: Tensor
-    parts: list[_Part]
+    parts: list[Part]
     grad: Tensor
     values: list[Tensor]
     diagnostics: dict[str, Tensor]
@@ -116,11 +121,11 @@ class _Rows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def at(self, rows: Tensor | slice) -> _Rows:
+    def at(self, rows: Tensor | slice) -> Rows:
         """Some of the rows: views for a slice, copies for indices."""
         if isinstance(rows, slice) and rows == slice(0, len(self)):
             return self
-        return _Rows(
+        return Rows(
             self.live[rows],
             None if self.frozen is None else self.frozen[rows],
             self.tokens[rows],
@@ -129,6 +134,11 @@ class _Rows:
             [value[rows] for value in self.values],
             {name: row[rows] for name, row in self.diagnostics.items()},
         )
+
+
+# Fills in the rows' values and diagnostics from live and frozen logits, and writes the logit gradient into the last
+# argument, one of the two.
+Elementwise = Callable[[Heads, Rows, Tensor, Tensor | None, Tensor], None]
 
 
 def run(
@@ -150,14 +160,13 @@ def run(
 
     Logits are (hidden @ head.T + bias) / temperature. The frozen view uses the same head and bias unless
     `frozen_head` is given (then `frozen_bias` is its bias). `budget_bytes` bounds the logits held at once by
-    `chunked` and `fused`. No autograd graph leaves the function. A bias with entries that are not finite is beyond
-    the closed forms: `fused` then runs as `chunked`, slower and with the same result.
+    `chunked`, `fused` and `triton`. No autograd graph leaves the function. A bias with entries that are not finite is
+    beyond `fused`, which then runs as `chunked`, slower and with the same result.
     """
-    if implementation not in get_args(Implementation):
-        raise PastError(f"unknown implementation {implementation!r}; use one of {', '.join(get_args(Implementation))}")
-    heads = _Heads(head, bias, head, bias, temperature)
+    require(implementation, live_hidden.device)
+    heads = Heads(head, bias, head, bias, temperature)
     if frozen_head is not None:
-        heads = _Heads(head, bias, frozen_head, frozen_bias, temperature)
+        heads = Heads(head, bias, frozen_head, frozen_bias, temperature)
     _check(live_hidden, frozen_hidden, heads, tokens, jobs)
     biases = (heads.live_bias, heads.frozen_bias)
     if implementation == "fused" and any(b is not None and not b.isfinite().all() for b in biases):
@@ -167,7 +176,7 @@ def run(
     names = ("entropy", "token_logp") if diagnostics else ()
     if diagnostics and any(isinstance(part.loss, Entrywise) for part in parts):
         names += CLIP_ROWS
-    whole = _Rows(
+    whole = Rows(
         live_hidden.detach(),
         frozen_hidden,
         tokens,
@@ -183,7 +192,15 @@ def run(
     return Result(whole.grad, whole.values, whole.diagnostics)
 
 
-def _check(live: Tensor, frozen: Tensor | None, heads: _Heads, tokens: Tensor, jobs: Sequence[Job]) -> None:
+def require(implementation: Implementation, device: torch.device) -> None:
+    """Refuse an implementation that does not exist or cannot run on this device."""
+    if implementation not in get_args(Implementation):
+        raise PastError(f"unknown implementation {implementation!r}; use one of {', '.join(get_args(Implementation))}")
+    if implementation == "triton":
+        _kernel(device)
+
+
+def _check(live: Tensor, frozen: Tensor | None, heads: Heads, tokens: Tensor, jobs: Sequence[Job]) -> None:
     T, (V, H), (V_frozen, H_frozen) = len(tokens), heads.live.shape, heads.frozen.shape
     if live.shape != (T, H):
         raise PastError(f"live hidden states are {tuple(live.shape)}; {T} tokens and the head need ({T}, {H})")
@@ -196,13 +213,13 @@ def _check(live: Tensor, frozen: Tensor | None, heads: _Heads, tokens: Tensor, j
             raise PastError(f"job {i}: weight is {tuple(job.weight.shape)}; one weight a row, ({T},), is needed")
 
 
-def _parts(jobs: Sequence[Job], frozen: Tensor | None) -> Iterator[_Part]:
+def _parts(jobs: Sequence[Job], frozen: Tensor | None) -> Iterator[Part]:
     for i, job in enumerate(jobs):
         reads = job.frozen and frozen is not None
         for factor, loss in job.loss.parts if isinstance(job.loss, MatchPlusCE) else ((1.0, job.loss),):
             if isinstance(loss, Entrywise) and not reads:
                 raise PastError(f"job {i}: {type(loss).__name__} compares with a frozen view, and none was given")
-            yield _Part(i, factor, loss, job.weight, reads and not isinstance(loss, Imitate))
+            yield Part(i, factor, loss, job.weight, reads and not isinstance(loss, Imitate))
 
 
 def _groups(jobs: Sequence[Job]) -> Iterator[tuple[Tensor | None, list[int]]]:
@@ -222,14 +239,16 @@ def _groups(jobs: Sequence[Job]) -> Iterator[tuple[Tensor | None, list[int]]]:
 
 
 def _run_group(
-    implementation: Implementation, heads: _Heads, whole: _Rows, index: Tensor | None, applying: list[int], budget: int
+    implementation: Implementation, heads: Heads, whole: Rows, index: Tensor | None, applying: list[int], budget: int
 ) -> None:
     parts = [part for part in whole.parts if part.job in applying]
     rows = replace(whole, parts=parts, frozen=whole.frozen if any(part.frozen for part in parts) else None)
     if index is not None:
         rows = rows.at(index)
-    if implementation == "fused":
-        _fused(heads, rows, budget)
+    if implementation == "triton" and any(not isinstance(part.loss, Entrywise | TokenWise) for part in parts):
+        implementation = "chunked"
+    if implementation in ("fused", "triton"):
+        _fused(heads, rows, budget, _elementwise if implementation == "fused" else _kernel(rows.live.device))
     elif implementation == "chunked":
         for chunk in _chunks(len(rows), budget, _AUTOGRAD_COPIES * heads.live.shape[0] * heads.dtype.itemsize):
             _autograd(heads, heads.live.dtype, rows.at(chunk))
@@ -251,7 +270,7 @@ def _chunks(n: int, budget: int, row_bytes: int) -> Iterator[slice]:
         yield slice(start, min(start + size, n))
 
 
-def _autograd(heads: _Heads, dtype: torch.dtype, rows: _Rows) -> None:
+def _autograd(heads: Heads, dtype: torch.dtype, rows: Rows) -> None:
     """Autograd through the losses on dense logits of these rows, projected in `dtype`."""
 
     def log_probabilities(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
@@ -304,7 +323,19 @@ def _diagnose(loss: Entrywise, live_logp: Tensor, frozen_logp: Tensor, out: dict
     out["norm_unclipped"].copy_(unclipped.norm(dim=-1))
 
 
-def _fused(heads: _Heads, rows: _Rows, budget: int) -> None:
+def _kernel(device: torch.device) -> Elementwise:
+    """The elementwise pass in Triton, refused where it cannot run."""
+    if importlib.util.find_spec("triton") is None:
+        raise PastError(
+            "implementation 'triton' needs the package triton: pip install 'past-opsd[triton]' (Linux), or use 'fused'"
+        )
+    from past_opsd import fused_triton
+
+    fused_triton.check(device)
+    return fused_triton.elementwise
+
+
+def _fused(heads: Heads, rows: Rows, budget: int, elementwise: Elementwise) -> None:
     """Per chunk: project, overwrite logits with the gradient block by block, project back.
 
     A chunk with a frozen view that does not fit whole goes in two halves through a buffer of one and a half chunks,
@@ -320,15 +351,15 @@ def _fused(heads: _Heads, rows: _Rows, budget: int) -> None:
         if not len(logits):
             logits = heads.live.new_empty((n if rows.frozen is None else n + half, heads.live.shape[0]))
         z, x = _project(heads, chunk.at(slice(0, half)), logits)
-        _elementwise(heads, chunk.at(slice(0, half)), z, x, out=z)
+        elementwise(heads, chunk.at(slice(0, half)), z, x, z)
         if half < n:
             z, x = _project(heads, chunk.at(slice(half, n)), logits[half:], frozen_first=True)
-            _elementwise(heads, chunk.at(slice(half, n)), z, x, out=logits[half:n])
+            elementwise(heads, chunk.at(slice(half, n)), z, x, logits[half:n])
         if chunk.parts:
             chunk.grad.copy_(torch.mm(logits[:n], heads.live)).div_(heads.temperature)
 
 
-def _elementwise(heads: _Heads, chunk: _Rows, z: Tensor, x: Tensor | None, out: Tensor) -> None:
+def _elementwise(heads: Heads, chunk: Rows, z: Tensor, x: Tensor | None, out: Tensor) -> None:
     """`_block` on every block of rows, the blocks shared among as many threads as torch has.
 
     Threads over blocks wait for each other once; threads inside each operation would wait thousands of times.
@@ -357,7 +388,7 @@ def _elementwise(heads: _Heads, chunk: _Rows, z: Tensor, x: Tensor | None, out: 
             torch.set_num_threads(threads)
 
 
-def _project(heads: _Heads, rows: _Rows, logits: Tensor, frozen_first: bool = False) -> tuple[Tensor, Tensor | None]:
+def _project(heads: Heads, rows: Rows, logits: Tensor, frozen_first: bool = False) -> tuple[Tensor, Tensor | None]:
     """Live and frozen logits, without bias and temperature, one after the other in `logits`."""
     n, live = len(rows), rows.live.to(heads.live.dtype)
     if rows.frozen is None:
@@ -388,7 +419,7 @@ def _matmul(hidden: Tensor, head: Tensor, out: Tensor) -> None:
 
 
 def _block(
-    heads: _Heads, rows: _Rows, live_logits: Tensor, frozen_logits: Tensor | None, out: Tensor, scratch: Tensor
+    heads: Heads, rows: Rows, live_logits: Tensor, frozen_logits: Tensor | None, out: Tensor, scratch: Tensor
 ) -> None:
     """The elementwise pass: fill in values and diagnostics, write the logit gradient into `out`, one of the two."""
     q, p, c, b, work = scratch.unbind()
@@ -435,7 +466,7 @@ def _normalise(logits: Tensor, bias: Tensor | None, temperature: float, out: Ten
     return logits, logits.amax(-1), out.amax(-1).log_()
 
 
-def _by_autograd(part: _Part, live_logp: Tensor, log_ratio: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def _by_autograd(part: Part, live_logp: Tensor, log_ratio: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Value and gradient with respect to the log-probabilities, for a loss without a closed form."""
     frozen_logp = live_logp + log_ratio if part.frozen and log_ratio is not None else None
     with torch.enable_grad():

@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("tokens", "vocab", "hidden", "threads", "repeats"):
         if vars(args)[name] < 1:
             raise PastError(f"--{name} is {vars(args)[name]}; it must be at least 1")
-    names = [*get_args(Implementation), *GEMMS]
+    # The table is a CPU's; the kernel of `triton` is for GPUs.
+    names = [*(name for name in get_args(Implementation) if name != "triton"), *GEMMS]
     installed = importlib.util.find_spec("trl") is not None
     if installed:
         names += [TRL_DENSE, TRL_TILED]
