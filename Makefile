@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-vllm check format bench clean
+.PHONY: demo test test-vllm triton check format bench clean
 
 demo: $(READY)
 	$(BIN)/past demo
@@ -45,6 +45,10 @@ $(VENV)-bench/.ready: pyproject.toml constraints.txt
 # lm-evaluation-harness is there too: it loads what 'past export' writes.
 test-vllm: $(VENV)-vllm/.ready
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest tests/engines tests/test_serve.py tests/test_export.py
+
+# With Triton there, `make test` runs the loss's GPU kernel too, in Triton's interpreter.
+triton: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt triton
 
 $(VENV)-vllm/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-vllm

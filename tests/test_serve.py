@@ -27,7 +27,7 @@ def test_the_command_fits_the_recipe(capsys: pytest.CaptureFixture[str]):
     assert after(words, "--max-lora-rank") == "32"
     assert after(words, "--max-model-len") == "128"
     assert after(words, "--logprobs-mode") == "processed_logits"
-    assert after(words, "--logits-processors") == "past_opsd.engines.vllm_logits:AtTemperature"
+    assert after(words, "--logits-processors") == "past_opsd.engines.vllm_logits:Draws"
     assert after(words, "--generation-config") == "vllm"
     assert after(words, "--port") == "8123"
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" in words

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from past_opsd.config import Sampling
 from past_opsd.engines import Request, StaleAdapterError
 from past_opsd.engines.torch import _stop_tokens
-from past_opsd.engines.vllm_backend import Backend, Draw, Options, Probe, Served
+from past_opsd.engines.vllm_backend import Backend, Draw, Drawn, Options, Probe, Served
 from past_opsd.model import Model
 from past_opsd.types import Adapter, PastError, Response, Tokens, View, derive_seed
 
@@ -38,12 +38,18 @@ ROWS = 128
 def build(options: Options, model: Model) -> VllmEngine:
     """The engine for this model; vLLM's base is compared with the trainer's before anything is served."""
     stop = _stop_tokens(model).tolist()
+    if options.mode == "local" and not model.world.alone:
+        raise PastError(
+            "engine.mode = 'local' runs vLLM inside one process, but there are several: start servers with "
+            "'past serve' and set engine.mode = 'server' and engine.urls, or use engine.name = 'torch'"
+        )
 
     def connect(base: Served, bound: float) -> Backend:
         if options.mode == "server":
             from past_opsd.engines.vllm_server import ServerBackend
 
-            return ServerBackend(options, stop, base, bound, model.max_context)
+            share = options.model_copy(update={"in_flight": max(1, options.in_flight // model.world.size)})
+            return ServerBackend(share, stop, base, bound, model.max_context)
         from past_opsd.engines.vllm_local import LocalBackend
 
         return LocalBackend(options, model.section, stop, base, bound, model.max_context)
@@ -61,12 +67,14 @@ class VllmEngine:
         self._stop = frozenset(_stop_tokens(model).tolist())
         self._number = 0
         self._differences: list[np.ndarray] = []
-        self._folder = _hand_over(options.adapter_folder)
-        self._removal = weakref.finalize(self, shutil.rmtree, self._folder, True)
+        self._world = model.world
+        self._folder = self._world.share(lambda: _hand_over(options.adapter_folder))
+        if self._world.first:
+            self._removal = weakref.finalize(self, shutil.rmtree, self._folder, True)
         bare = Served("base", 0, 0, "", None, self._probes("base"))
         self._backend = connect(bare, self._bound)
         self._served: dict[Adapter, Served] = {"base": self._zeros(bare)}
-        self._backend.load(self._served["base"])
+        self._load(self._served["base"])
 
     def publish(self, adapter: Adapter, version: int) -> None:
         if self._model.versions[adapter] != version:
@@ -78,41 +86,52 @@ class VllmEngine:
         if old is not None and (old.version, old.digest) == (version, digest):
             return
         new = self._write(adapter, version, digest)
-        self._backend.load(new)
+        self._load(new)
         self._served[adapter] = new
         if old is not None:
             self._backend.unload(old)
-            shutil.rmtree(self._folder / old.name)
+            if self._world.first:
+                shutil.rmtree(self._folder / old.name)
+
+    def _load(self, new: Served) -> None:
+        """The first rank loads; then every other finds it loaded and compares it with its own weights."""
+        if self._world.first:
+            self._backend.load(new)
+        self._world.barrier()
+        if not self._world.first:
+            self._backend.load(new)
 
     def sample(
         self, requests: Sequence[Request], sampling: Sampling, versions: Mapping[Adapter, int]
     ) -> list[Response]:
         wanted: set[Adapter] = {request.view.adapter for request in requests}
         served = {adapter: self._current(adapter, versions.get(adapter)) for adapter in wanted}
-        if not requests:
-            return []
         draws = [Draw(served[r.view.adapter], r.view.prompt, r.seed) for r in requests]
-        drawn = self._backend.draw(draws, sampling)
-        texts = self._model.tokenizer.batch_decode([list(d.tokens) for d in drawn], skip_special_tokens=True)
-        responses = [
-            Response(d.tokens, text, d.logprobs, d.tokens[-1] in self._stop)
-            for d, text in zip(drawn, texts, strict=True)
-        ]
+        responses = self._responses(self._backend.draw(draws, sampling)) if draws else []
         self._compare(requests, responses, sampling.temperature or 1.0)
         return responses
 
+    def _responses(self, drawn: Sequence[Drawn]) -> list[Response]:
+        texts = self._model.tokenizer.batch_decode([list(d.tokens) for d in drawn], skip_special_tokens=True)
+        return [
+            Response(d.tokens, text, d.logprobs, d.tokens[-1] in self._stop)
+            for d, text in zip(drawn, texts, strict=True)
+        ]
+
     def metrics(self) -> dict[str, float]:
         """How far vLLM's log-probabilities were from the trainer's."""
+        own, self._differences = self._differences, []
+        reports = self._world.gather((own, self._backend.metrics()))
+        found = [values for part, _ in reports for values in part]
         out: dict[str, float] = {}
-        if self._differences:
-            values = np.concatenate(self._differences)
+        if found:
+            values = np.concatenate(found)
             out = {
                 "engine/logprob_mean_abs": float(values.mean()),
                 "engine/logprob_max_abs": float(values.max()),
                 "engine/logprob_tokens": len(values),
             }
-        self._differences = []
-        return out | self._backend.metrics()
+        return out | _combined([part for _, part in reports])
 
     def close(self) -> None:
         served, self._served = list(self._served.values()), {}
@@ -121,7 +140,8 @@ class VllmEngine:
                 self._backend.unload(adapter)
             self._backend.close()
         finally:
-            self._removal()
+            if self._world.first:
+                self._removal()
 
     def _current(self, adapter: Adapter, wanted: int | None) -> Served:
         served = self._served.get(adapter)
@@ -138,7 +158,8 @@ class VllmEngine:
         """A folder whose name no server has ever seen."""
         self._number += 1
         folder = self._folder / f"{adapter}-c{version:05d}-{self._number}-{self._folder.name.rpartition('-')[2]}"
-        folder.mkdir()
+        if self._world.first:
+            folder.mkdir()
         return folder
 
     def _zeros(self, bare: Served) -> Served:
@@ -147,19 +168,20 @@ class VllmEngine:
         vLLM's CPU kernels add the adapter of the last slot to rows without one, wherever a batch holds both.
         """
         folder = self._name("base", 0)
-        self._model.save_adapter("student", folder)
-        file = folder / "adapter_model.safetensors"
-        save_file({name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}, file)
+        if self._world.first:
+            self._model.save_adapter("student", folder)
+            file = folder / "adapter_model.safetensors"
+            save_file({name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}, file)
         return replace(bare, name=folder.name, number=self._number, folder=folder)
 
     def _write(self, adapter: Adapter, version: int, digest: str) -> Served:
         folder = self._name(adapter, version)
-        self._model.save_adapter(adapter, folder)
-        written = file_digest(self._model, adapter, folder)
-        if written != digest:
-            raise PastError(
-                f"{folder}: the written adapter is not the {adapter} in memory; is the disk full or shared?"
-            )
+        if self._world.first:
+            self._model.save_adapter(adapter, folder)
+            if file_digest(self._model, adapter, folder) != digest:
+                raise PastError(
+                    f"{folder}: the written adapter is not the {adapter} in memory; is the disk full or shared?"
+                )
         return Served(folder.name, self._number, version, digest, folder, self._probes(adapter))
 
     def _probes(self, adapter: Adapter) -> tuple[Probe, ...]:
@@ -174,13 +196,17 @@ class VllmEngine:
     def _compare(self, requests: Sequence[Request], responses: Sequence[Response], temperature: float) -> None:
         """Measure some responses against the trainer, and refuse what is too far off."""
         adapters: list[Adapter] = list(dict.fromkeys(request.view.adapter for request in requests))
-        for adapter in adapters:
-            rows = [i for i, request in enumerate(requests) if request.view.adapter == adapter]
-            for i in _spread(rows, self._options.mismatch_samples):
-                tokens = responses[i].tokens[:COMPARED_TOKENS]
-                expected = logprobs(self._model, requests[i].view, tokens, temperature)
-                self._differences.append(np.abs(np.array(responses[i].logprobs[: len(tokens)]) - expected))
-                self._refuse(adapter, float(self._differences[-1].mean()))
+        rows = {a: [i for i, request in enumerate(requests) if request.view.adapter == a] for a in adapters}
+        chosen: list[tuple[Adapter, int]] = [
+            (a, i) for a in adapters for i in _spread(rows[a], self._options.mismatch_samples)
+        ]
+        most = max(self._world.gather(len(chosen))) if self._model.sharded else len(chosen)
+        for adapter, i in chosen:
+            tokens = responses[i].tokens[:COMPARED_TOKENS]
+            expected = logprobs(self._model, requests[i].view, tokens, temperature)
+            self._differences.append(np.abs(np.array(responses[i].logprobs[: len(tokens)]) - expected))
+            self._refuse(adapter, float(self._differences[-1].mean()))
+        self._model.idle(most - len(chosen))
 
     def _refuse(self, adapter: Adapter, distance: float) -> None:
         if not distance <= self._bound:
@@ -192,6 +218,14 @@ class VllmEngine:
                 "--logits-processors), that no other run loads adapters of this name, that both sides use the same "
                 "chat template and position scaling, and model.attention; raise the bound only for a known cause"
             )
+
+
+def _combined(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Numbers of all ranks: counts add up, of distances the largest stays."""
+    out: dict[str, float] = {}
+    for key, value in ((key, value) for report in reports for key, value in report.items()):
+        out[key] = max(out[key], value) if key in out and key.endswith("abs") else out.get(key, 0) + value
+    return out
 
 
 def file_digest(model: Model, adapter: Adapter, folder: Path) -> str:

@@ -16,6 +16,8 @@ from past_opsd.pretrained import hardware, locate
 from past_opsd.types import PastError, Tokens
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+SEED = "past_seed"
+"""The extra argument under which a request brings the seed of its draws."""
 TOP = 20
 """Entries of a probe's distribution that are compared; vLLM returns no more unless told to."""
 GREEDY = Sampling(temperature=0, max_new_tokens=1)  # pyright: ignore[reportCallIssue]
@@ -132,7 +134,7 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-def parameters(sampling: Sampling, stop: Sequence[int], seed: int, top: int) -> dict[str, Any]:
+def parameters(sampling: Sampling, stop: Sequence[int], top: int) -> dict[str, Any]:
     """Sampling as vLLM names it; everything it would otherwise take from a default is said."""
     return {
         "temperature": sampling.temperature,
@@ -140,7 +142,6 @@ def parameters(sampling: Sampling, stop: Sequence[int], seed: int, top: int) -> 
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "max_tokens": sampling.max_new_tokens,
-        "seed": seed % 2**63,  # vLLM takes signed integers
         "stop_token_ids": list(stop),
         "logprobs": top,
         "presence_penalty": 0.0,
@@ -164,7 +165,7 @@ def arguments(section: ModelSection, options: Options) -> dict[str, Any]:
         "max_loras": 3,
         "max_cpu_loras": 8,
         "logprobs_mode": "processed_logits",
-        "logits_processors": ["past_opsd.engines.vllm_logits:AtTemperature"],
+        "logits_processors": ["past_opsd.engines.vllm_logits:Draws"],
         "generation_config": "vllm",
     }
     optional = {

@@ -10,6 +10,7 @@ from typing import Any
 from past_opsd.config import ModelSection, Sampling
 from past_opsd.engines.vllm_backend import (
     GREEDY,
+    SEED,
     TOP,
     Draw,
     Drawn,
@@ -62,9 +63,10 @@ class LocalBackend:
     def draw(self, draws: Sequence[Draw], sampling: Sampling, top: int = 0) -> list[Drawn]:
         from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
 
+        settings = parameters(sampling, self._stop, top)
         outputs = self._llm.generate(
             [{"prompt_token_ids": list(d.prompt)} for d in draws],
-            [SamplingParams(**parameters(sampling, self._stop, d.seed, top), detokenize=False) for d in draws],
+            [SamplingParams(**settings, detokenize=False, extra_args={SEED: str(d.seed)}) for d in draws],
             lora_request=[self._requests[d.served.number] for d in draws],
             use_tqdm=False,
         )

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from past_opsd.config import Sampling
-from past_opsd.engines.vllm_backend import GREEDY, TOP, Draw, Drawn, Options, Served, parameters
+from past_opsd.engines.vllm_backend import GREEDY, SEED, TOP, Draw, Drawn, Options, Served, parameters
 from past_opsd.types import PastError
 
 SHORT = 10.0
@@ -61,7 +61,8 @@ class ServerBackend:
         self._stopping.clear()
         workers = min(len(draws), self._in_flight * len(self._servers))
         with ThreadPoolExecutor(workers, thread_name_prefix="past-vllm") as pool:
-            futures = [pool.submit(self._ask, d, parameters(sampling, self._stop, d.seed, 0)) for d in draws]
+            settings = parameters(sampling, self._stop, 0)
+            futures = [pool.submit(self._ask, d, settings) for d in draws]
             try:
                 return [future.result() for future in futures]
             except BaseException:
@@ -228,7 +229,7 @@ class Server:
     def _probe(self, served: Served) -> None:
         answers = []
         for probe in served.probes:
-            settings = parameters(GREEDY, [], 0, TOP)
+            settings = parameters(GREEDY, [], TOP)
             answers.append(self._complete(Draw(served, probe.prompt, 0), settings).top)
         distance = served.check(answers, self._bound, self.url)
         with self._guard:
@@ -241,6 +242,7 @@ class Server:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "add_special_tokens": False,
+            "vllm_xargs": {SEED: str(draw.seed)},
             **settings,
         }
         answer = self._call("POST", "/v1/completions", payload, self._options.timeout_seconds)

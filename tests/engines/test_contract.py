@@ -11,7 +11,7 @@ from engines.parts import ADAPTERS, move, publish
 
 from past_opsd.config import Sampling
 from past_opsd.engines import Engine, Request, StaleAdapterError
-from past_opsd.engines.torch import _cut
+from past_opsd.engines._draw import cut as cut_support
 from past_opsd.model import Model
 from past_opsd.types import View
 
@@ -60,6 +60,20 @@ def test_the_seed_decides_the_sample(engine: Engine, model: Model, requests: lis
 @pytest.mark.parametrize(
     "sampling",
     [
+        pytest.param(HOT, id="hot"),
+        pytest.param(Sampling(max_new_tokens=20, temperature=1.3, top_p=0.9, top_k=5, min_p=0.02), id="hot-and-cut"),
+    ],
+)
+def test_the_seed_decides_the_sample_in_every_engine_alike(
+    engine: Engine, make: Callable[..., Engine], model: Model, requests: list[Request], sampling: Sampling
+):
+    embedded = publish(make("torch", model), model).sample(requests, sampling, model.versions)
+    assert [r.tokens for r in engine.sample(requests, sampling, model.versions)] == [r.tokens for r in embedded]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
         pytest.param(Sampling(max_new_tokens=20), id="plain"),
         pytest.param(Sampling(max_new_tokens=20, temperature=0.7), id="cool"),
         pytest.param(Sampling(max_new_tokens=20, temperature=1.3, top_p=0.9, top_k=5, min_p=0.02), id="hot-and-cut"),
@@ -99,7 +113,7 @@ def test_samples_stay_in_the_support(engine: Engine, model: Model, requests: lis
         count = 0
         for request, response in zip(requests, engine.sample(requests, sampling, model.versions), strict=True):
             probs = expected(model, request.view, response.tokens, sampling.temperature).double().exp()
-            kept = _cut(probs, Sampling(**cut)).gather(1, torch.tensor(response.tokens)[:, None])
+            kept = cut_support(probs, Sampling(**cut)).gather(1, torch.tensor(response.tokens)[:, None])
             count += int((kept == 0).sum())
         return count
 

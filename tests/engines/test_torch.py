@@ -8,7 +8,8 @@ import torch
 
 from past_opsd.config import ModelSection, Sampling
 from past_opsd.engines import Request, StaleAdapterError
-from past_opsd.engines.torch import Options, TorchEngine, build, choose
+from past_opsd.engines._draw import choose
+from past_opsd.engines.torch import Options, TorchEngine, build
 from past_opsd.model import Model
 from past_opsd.tasks import embedded
 from past_opsd.types import View, derive_seed

@@ -17,12 +17,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from engines.parts import QUICK, ServerProcess, move, need_vllm, perturbed, publish
+from ranks import Launcher
 
 from past_opsd import checkpoint, config
 from past_opsd.config import LoraSection, ModelSection, Sampling
 from past_opsd.engines import Request, vllm
+from past_opsd.engines._draw import choose, uniforms_of
 from past_opsd.engines.vllm_backend import Options, Probe, arguments, environment, parameters
-from past_opsd.evaluate import Evaluation
 from past_opsd.export import export
 from past_opsd.model import Model
 from past_opsd.pretrained import cache
@@ -230,8 +231,6 @@ def test_a_server_of_another_shape_is_refused(mine: Model, folder: Path, server:
 RUN = [
     "run.cycles=2",
     "rollout.problems_per_cycle=6",
-    "rollout.student.temperature=0",
-    "rollout.teacher.temperature=0",
     "method.group_max=4",
     "task.train_problems=30",
     "task.eval_problems=8",
@@ -242,7 +241,7 @@ RUN = [
 
 
 def test_runs_agree_across_engines(folder: Path, tmp_path: Path, server: ServerProcess, quiet: Any):
-    """Two cycles of PAST with greedy rollouts, which no engine's random numbers can change; sampled evaluations."""
+    """Two cycles of PAST: the same rollouts, continuations and evaluations, token by token, in every engine."""
     vllm_options = ["engine.name=vllm", f"engine.arguments={config._toml(QUICK)}"]
     engines = {
         "torch": [],
@@ -258,8 +257,7 @@ def test_runs_agree_across_engines(folder: Path, tmp_path: Path, server: ServerP
     assert {row["correct"] for row in drawn["torch"]} == {True, False}
     assert drawn["torch"] == drawn["local"] == drawn["server"]
     for step in (0, 2):
-        assert _outcomes(runs["local"][step]).tolist() == _outcomes(runs["server"][step]).tolist()
-        assert abs(_outcomes(runs["torch"][step]).mean() - _outcomes(runs["local"][step]).mean()) < 0.25
+        assert runs["torch"][step] == runs["local"][step] == runs["server"][step]
     for name in ("local", "server"):
         for line in read_lines(tmp_path / name / "metrics.jsonl"):
             assert 0 < line["engine/logprob_mean_abs"] < 1e-4
@@ -271,10 +269,6 @@ def _drawn(run: Path) -> list[dict[str, Any]]:
     files = sorted([*(run / "rollouts").iterdir(), *(run / "continuations").iterdir()])
     rows = [row for file in files for row in pq.read_table(file).to_pylist()]
     return [{key: value for key, value in row.items() if key != "logprobs"} for row in rows]
-
-
-def _outcomes(evaluation: Evaluation) -> np.ndarray:
-    return np.concatenate(list(evaluation.outcomes().values()))
 
 
 def test_a_real_model_agrees_with_the_trainer(make: Callable[..., Any]):
@@ -297,17 +291,48 @@ def test_a_real_model_agrees_with_the_trainer(make: Callable[..., Any]):
     for request, response in zip(wanted, responses, strict=True):
         expected = vllm.logprobs(model, request.view, response.tokens, 1.1)
         np.testing.assert_allclose(response.logprobs, expected, atol=1e-3)
+    embedded = publish(make("torch", model), model).sample(wanted, sampling, model.versions)
+    assert [r.tokens for r in embedded] == [r.tokens for r in responses]
+
+
+def test_both_interfaces_draw_a_seeds_token_at_its_position():
+    need_vllm()
+    from past_opsd.engines.vllm_logits import Draws
+
+    sampling = Sampling(temperature=1.3, top_p=0.8, min_p=0.05)
+    logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)) * 2
+    seeds, written, lengths = [2**64 - 5, 11, 12], [[], [4, 4], [1] * 300], np.array([9, 4, 6])
+    plain = {"temperature": 1.3, "top_p": 0.8, "top_k": 0, "min_p": 0.05}
+    params = [SimpleNamespace(**plain, extra_args={"past_seed": str(seed)}) for seed in seeds]
+    by_slot = Draws(None, SimpleNamespace(prompt_len=SimpleNamespace(np=lengths)))
+    by_row = Draws(None, torch.device("cpu"), False)
+    for slot, param in enumerate(params):
+        by_slot.add_request(slot, param)
+    added = [(row, param, None, out) for row, (param, out) in enumerate(zip(params, written, strict=True))]
+    by_row.update_state(SimpleNamespace(batch_size=3, added=added, removed=[], moved=[]))
+    uniforms = [uniforms_of(seed, 301)[len(out)] for seed, out in zip(seeds, written, strict=True)]
+    picked, logp = choose(logits, torch.tensor(uniforms), sampling)
+    now = lengths + np.array([len(out) for out in written])
+    for out in (
+        by_row.apply(logits.clone()),
+        by_slot.apply(logits.clone(), SimpleNamespace(idx_mapping_np=np.arange(3), seq_lens_upper_bound_np=now)),
+    ):
+        assert torch.isfinite(out).sum(1).tolist() == [1, 1, 1]
+        assert out.argmax(1).tolist() == picked.tolist()
+        torch.testing.assert_close(out.max(1).values / 1.3, logp, atol=1e-5, rtol=1e-5)
 
 
 def test_both_interfaces_of_the_logits_processor_normalise_at_each_requests_temperature():
     need_vllm()
-    from past_opsd.engines.vllm_logits import AtTemperature
+    from past_opsd.engines.vllm_logits import Draws
 
     wanted = {0: 1.0, 1: 0.5, 2: 0.0, 3: 1.7}
     logits = torch.randn(4, 11, generator=torch.Generator().manual_seed(0)) * 3
-    by_slot = AtTemperature(None, None)
-    by_row = AtTemperature(None, torch.device("cpu"), False)
-    params = {slot: SimpleNamespace(temperature=t) for slot, t in wanted.items()}
+    lengths = np.array([5, 6, 7, 8])
+    by_slot = Draws(None, SimpleNamespace(prompt_len=SimpleNamespace(np=lengths)))
+    by_row = Draws(None, torch.device("cpu"), False)
+    plain = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "extra_args": None}
+    params = {slot: SimpleNamespace(temperature=t, **plain) for slot, t in wanted.items()}
     for slot, param in params.items():
         assert by_slot.add_request(slot, param)
     slots = torch.tensor([2, 0, 3, 1])
@@ -316,7 +341,9 @@ def test_both_interfaces_of_the_logits_processor_normalise_at_each_requests_temp
     temperatures = torch.tensor([wanted[int(s)] or 1.0 for s in slots])[:, None]
     expected = (logits / temperatures).log_softmax(-1)
     for out in (
-        by_slot.apply(logits.clone(), SimpleNamespace(idx_mapping_np=slots.numpy())),
+        by_slot.apply(
+            logits.clone(), SimpleNamespace(idx_mapping_np=slots.numpy(), seq_lens_upper_bound_np=lengths[slots])
+        ),
         by_row.apply(logits.clone()),
     ):
         torch.testing.assert_close(out / temperatures, expected, atol=1e-5, rtol=1e-5)
@@ -364,9 +391,8 @@ def test_an_address_needs_a_scheme():
         config.load("embedded/past", ["engine.name=vllm", 'engine.urls=["localhost:8000"]'])
 
 
-def test_sampling_is_said_in_full_and_seeds_fit():
-    said = parameters(Sampling(temperature=1.1, top_p=0.9, top_k=20, min_p=0.1, max_new_tokens=7), [1, 2], 2**64 - 1, 0)
-    assert said["seed"] == 2**63 - 1
+def test_sampling_is_said_in_full():
+    said = parameters(Sampling(temperature=1.1, top_p=0.9, top_k=20, min_p=0.1, max_new_tokens=7), [1, 2], 0)
     expected = {"temperature": 1.1, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "max_tokens": 7, "stop_token_ids": [1, 2]}
     assert expected.items() <= said.items()
     assert said["repetition_penalty"] == 1
@@ -403,6 +429,32 @@ def test_an_exported_adapter_is_served_as_the_student(
     _post(f"{server.url}/v1/unload_lora_adapter", {"lora_name": "exported"})
     assert served == wanted
     assert served != base, "the adapter changes nothing: the comparison says nothing"
+
+
+def test_processes_share_the_server_and_its_adapters(folder: Path, tmp_path: Path, server: ServerProcess):
+    """One process publishes, all sample, and a sharded base is never put together; nothing stays on the server."""
+    before = listed(server.url)
+    settings = [f"model.path={folder}", "run.cycles=2", "evaluation.at=[1.0]", "evaluation.samples=2"]
+    settings += ["evaluation.pass_k=[1]", "task.eval_problems=2", "rollout.problems_per_cycle=3"]
+    settings += ["task.train_problems=60", "model.lora.rank=4", "distributed.shard=full"]
+    settings += ["engine.name=vllm", "engine.mode=server", f"engine.urls=['{server.url}']", "engine.mismatch_samples=4"]
+    launcher = Launcher(tmp_path)
+    for size in (1, 2):
+        out = ["--out", str(tmp_path / f"{size}")]
+        ended = launcher(size, "train", "embedded/past", *(w for s in settings for w in ("--set", s)), *out)
+        assert ended.codes == [0] * size, ended.err
+    ended = launcher(2, "train", "embedded/past", "--set", "engine.name=vllm", "--out", str(tmp_path / "local"))
+    launcher.close()
+    assert [m.split(":")[0] for m in ended.messages] == [
+        "engine.mode = 'local' runs vLLM inside one process, but there are several"
+    ]
+    one, two = (read_lines(tmp_path / f"{size}" / "metrics.jsonl") for size in (1, 2))
+    files = [tmp_path / f"{size}" / "rollouts" / "cycle-00000.parquet" for size in (1, 2)]
+    first, second = (pq.read_table(file).to_pydict()["tokens"] for file in files)
+    assert first == second
+    assert [line["rollout/success"] for line in one] == [line["rollout/success"] for line in two]
+    assert all(line["engine/logprob_tokens"] > 100 and line["engine/logprob_max_abs"] < 1e-3 for line in two)
+    assert listed(server.url) == before
 
 
 def _post(url: str, body: dict[str, Any]) -> Any:
