@@ -7,7 +7,8 @@
       state.json       next cycle, step counters, versions, the method's state, RNG states, identity, recipe
       MANIFEST.json    size and SHA-256 of every other file
 
-A folder is written under a temporary name, flushed to disk and renamed, so a kill leaves the previous one.
+A folder is written under a temporary name, flushed to disk and renamed, so a kill leaves the previous one. One that is
+damaged is passed over, and set aside as `damaged-checkpoint-00025` when the run goes on from an older one.
 """
 
 from __future__ import annotations
@@ -17,22 +18,37 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from past_opsd.files import writing
 from past_opsd.learner import Learner
 from past_opsd.model import TRAINABLE, Model
 from past_opsd.types import Adapter, PastError
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
+_TEMPORARY = ".writing-"
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+FILES = frozenset(
+    {*_ADAPTER, *(f"teacher/{name}" for name in _ADAPTER)}
+    | {"state.json", *(f"optimizer-{adapter}.safetensors" for adapter in TRAINABLE)}
+)
+"""What a whole checkpoint has besides its manifest."""
+
+
+class Stateful(Protocol):
+    """What a method is here."""
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 def folder(run: Path, step: int) -> Path:
@@ -41,49 +57,65 @@ def folder(run: Path, step: int) -> Path:
 
 
 def steps(run: Path) -> list[int]:
-    """Boundaries with a checkpoint, oldest first."""
-    return sorted(int(p.name.rpartition("-")[2]) for p in (run / "checkpoints").glob("checkpoint-*") if p.is_dir())
+    """Boundaries with a checkpoint, oldest first; a copy under another name is none."""
+    names = (p.name for p in (run / "checkpoints").glob("checkpoint-*") if p.is_dir())
+    numbers = (re.fullmatch(r"checkpoint-([0-9]{5}|[1-9][0-9]{5,})", name) for name in names)
+    return sorted(int(number[1]) for number in numbers if number)
 
 
 def save(run: Path, step: int, model: Model, learner: Learner, state: Mapping[str, Any]) -> Path:
-    """Write the checkpoint of boundary `step` atomically."""
+    """Write the checkpoint of boundary `step` atomically; weights that are not numbers are refused."""
     final = folder(run, step)
-    temporary = final.with_name(f".writing-{final.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    (temporary / "teacher").mkdir(parents=True)
-    model.save_adapter("student", temporary)
-    model.save_adapter("teacher", temporary / "teacher")
+    temporary = final.with_name(f"{_TEMPORARY}{final.name}")
     for adapter in TRAINABLE:
-        save_file(_optimizer_state(model, learner, adapter), temporary / f"optimizer-{adapter}.safetensors")
+        _finite(model.parameters(adapter), f"the {adapter}'s adapter at boundary {step}, which is not saved,")
+    _sweep(run)
+    with writing(final):
+        try:
+            _write(temporary, step, model, learner, state)
+            if final.exists():
+                shutil.rmtree(final)
+            temporary.rename(final)
+            _sync(final.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return final
+
+
+def _write(path: Path, step: int, model: Model, learner: Learner, state: Mapping[str, Any]) -> None:
+    (path / "teacher").mkdir(parents=True)
+    model.save_adapter("student", path)
+    model.save_adapter("teacher", path / "teacher")
+    for adapter in TRAINABLE:
+        save_file(_optimizer_state(model, learner, adapter), path / f"optimizer-{adapter}.safetensors")
     progress = {"format": FORMAT, "next_cycle": step, "steps": learner.steps, "versions": model.versions}
     plain = progress | {"rng": _rng_states()} | dict(state)
-    (temporary / "state.json").write_text(json.dumps(plain, indent=1, ensure_ascii=False), encoding="utf-8")
-    files = sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*") if p.is_file())
-    manifest = {name: {"bytes": (temporary / name).stat().st_size, "sha256": _hash(temporary / name)} for name in files}
-    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for path in sorted(temporary.rglob("*"), reverse=True):
-        _sync(path)
-    _sync(temporary)
-    if final.exists():
-        shutil.rmtree(final)
-    temporary.rename(final)
-    _sync(final.parent)
-    return final
+    (path / "state.json").write_text(json.dumps(plain, indent=1, ensure_ascii=False), encoding="utf-8")
+    files = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
+    manifest = {name: {"bytes": (path / name).stat().st_size, "sha256": _hash(path / name)} for name in files}
+    (path / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for inner in sorted(path.rglob("*"), reverse=True):
+        _sync(inner)
+    _sync(path)
 
 
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None when it is whole."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        missing = sorted(FILES - set(manifest))
+        if missing:
+            return f"{MANIFEST} does not list {missing[0]}"
         for name, entry in manifest.items():
             file = path / name
             if not file.is_file():
                 return f"{name} is missing"
             if file.stat().st_size != entry["bytes"] or _hash(file) != entry["sha256"]:
                 return f"{name} differs from what was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({error})"
-    return None if {"state.json", "adapter_model.safetensors"} <= set(manifest) else f"{MANIFEST} is incomplete"
+    return None
 
 
 def newest_whole(run: Path) -> tuple[Path | None, list[str]]:
@@ -98,14 +130,27 @@ def newest_whole(run: Path) -> tuple[Path | None, list[str]]:
     return None, notes
 
 
+def set_aside(run: Path, after: int) -> None:
+    """Damaged checkpoints after the boundary a run goes on from no longer count as its boundaries."""
+    for step in steps(run):
+        if step > after:
+            path = folder(run, step)
+            shutil.rmtree(path.with_name(f"damaged-{path.name}"), ignore_errors=True)
+            path.rename(path.with_name(f"damaged-{path.name}"))
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """The checkpoint's plain data."""
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PastError(f"{path}: state.json cannot be read ({error})") from None
-    if state.get("format") != FORMAT:
-        raise PastError(f"{path}: written in format {state.get('format')}, this version reads format {FORMAT}")
+    if not isinstance(state, dict) or "format" not in state:
+        raise PastError(f"{path}: state.json is not one of a checkpoint")
+    if state["format"] != FORMAT:
+        raise PastError(f"{path}: written in format {state['format']!r:.80}, this version reads format {FORMAT}")
+    if not isinstance(state.get("next_cycle"), int):
+        raise PastError(f"{path}: state.json does not say where the run goes on (next_cycle)")
     return state
 
 
@@ -116,16 +161,28 @@ def restore(path: Path, model: Model, learner: Learner) -> dict[str, Any]:
     load_adapter(model, "teacher", path / "teacher")
     for adapter in TRAINABLE:
         _load_optimizer(model, learner, adapter, path / f"optimizer-{adapter}.safetensors")
-    learner.steps.update(state["steps"])
-    model.set_versions(state["versions"])
-    _restore_rng(state["rng"])
+    try:
+        learner.steps.update({adapter: int(state["steps"][adapter]) for adapter in learner.steps})
+        model.set_versions({adapter: int(state["versions"][adapter]) for adapter in model.versions})
+        _restore_rng(state["rng"])
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise PastError(f"{path}: state.json cannot be used ({type(error).__name__}: {error})") from None
     return state
+
+
+def restore_method(path: Path, method: Stateful) -> None:
+    """Put the method's own state back."""
+    try:
+        method.restore(read_state(path)["method"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PastError(f"{path}: the method's state cannot be used ({type(error).__name__}: {error})") from None
 
 
 def load_adapter(model: Model, adapter: Adapter, path: Path) -> None:
     """Copy a saved PEFT adapter into the model's adapter of that name."""
     file = path / "adapter_model.safetensors"
     saved = _tensors(file)
+    _finite(saved, str(file))
     with torch.no_grad():
         for name, parameter in model.parameters(adapter).items():
             key = name.replace(f".{adapter}.", ".")
@@ -146,7 +203,15 @@ def prune(run: Path, keep: int, protected: set[int]) -> None:
     """Delete all but the newest `keep` checkpoints and the protected boundaries; the student stays in the kept ones."""
     for step in steps(run)[:-keep]:
         if step not in protected:
-            shutil.rmtree(folder(run, step))
+            path = folder(run, step)
+            path.rename(path.with_name(f"{_TEMPORARY}{path.name}"))  # a kill must not leave half of one
+    _sweep(run)
+
+
+def _sweep(run: Path) -> None:
+    """Delete what a kill left of checkpoints that were being written or deleted."""
+    for left in (run / "checkpoints").glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _optimizer_state(model: Model, learner: Learner, adapter: Adapter) -> dict[str, Tensor]:
@@ -160,14 +225,27 @@ def _optimizer_state(model: Model, learner: Learner, adapter: Adapter) -> dict[s
 
 def _load_optimizer(model: Model, learner: Learner, adapter: Adapter, file: Path) -> None:
     saved = _tensors(file)
+    _finite(saved, str(file))
     optimizer = learner.optimizers[adapter]
     optimizer.state.clear()
-    for name, parameter in model.parameters(adapter).items():
-        entries = {key.rpartition("|")[2]: value for key, value in saved.items() if key.rpartition("|")[0] == name}
-        if entries:
-            # AdamW keeps its step counter on the CPU, the moments beside the parameter.
-            state = {k: v if k == "step" else v.to(parameter.device) for k, v in entries.items()}
-            optimizer.state[parameter] = state
+    parameters = model.parameters(adapter)
+    entries: dict[str, dict[str, Tensor]] = {}
+    for key, value in saved.items():
+        name, _, kind = key.rpartition("|")
+        if name not in parameters or value.shape != (() if kind == "step" else parameters[name].shape):
+            raise PastError(f"{file}: {key} does not belong to this model's {adapter} adapter")
+        # AdamW keeps its step counter on the CPU, the moments beside the parameter.
+        entries.setdefault(name, {})[kind] = value if kind == "step" else value.to(parameters[name].device)
+    for name, state in entries.items():
+        if set(state) != {"step", "exp_avg", "exp_avg_sq"}:
+            raise PastError(f"{file}: the optimizer's state of {name} is {sorted(state)}; it is not AdamW's")
+        optimizer.state[parameters[name]] = state
+
+
+def _finite(tensors: Mapping[str, Tensor], what: str) -> None:
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise PastError(f"{what} holds values that are not finite, in {name}; nothing can be computed with them")
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
@@ -179,7 +257,8 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 def _rng_states() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
-    cuda = [_encode(s) for s in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else []
+    # This process's own GPU: its peers have theirs, and asking after those would claim memory on them.
+    cuda = [_encode(torch.cuda.get_rng_state())] if torch.cuda.is_available() else []
     return {"python": [version, list(internal), gauss], "torch": _encode(torch.get_rng_state()), "cuda": cuda}
 
 
@@ -188,7 +267,7 @@ def _restore_rng(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(_decode(state["torch"]))
     if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([_decode(s) for s in state["cuda"]])
+        torch.cuda.set_rng_state(_decode(state["cuda"][0]))
 
 
 def _encode(tensor: Tensor) -> str:

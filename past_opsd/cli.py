@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from past_opsd import __version__, config
 from past_opsd.types import PastError
+
+if TYPE_CHECKING:
+    from past_opsd.distributed import World
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -32,6 +37,9 @@ MODULES = {
 }
 
 
+SEVERAL = ("train", "eval")  # commands that several processes run together
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: a user's mistake is one message and exit code 2, never a stack trace."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -41,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.run is None:
         parser.print_help()
         return 2
+    args.words = words
     try:
+        if words[0] not in SEVERAL and _several():
+            return 2
         return args.run(args)
     except PastError as error:
         print(f"past: {error}", file=sys.stderr)
@@ -153,8 +164,41 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
+def _several() -> bool:
+    """Whether a launcher started several processes; the first of them says that this command is not for that."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return False
+    if os.environ.get("RANK", "0") == "0":
+        print(f"past: only {' and '.join(SEVERAL)} run as several processes; start this without it", file=sys.stderr)
+    return True
+
+
 def _train(args: argparse.Namespace) -> int:
-    recipe = config.load(args.recipe, args.overrides)
+    from past_opsd.distributed import joined
+
+    with joined(lambda: _continue(args)) as world:
+        recipe = config.load(args.recipe, args.overrides)
+        args.out = args.out or Path("runs") / f"{recipe.name.replace('/', '-')}-{recipe.run.seed}"
+        world.connect(recipe.distributed.timeout_seconds)
+        if world.first:
+            return _train_aloud(args, recipe, world)
+        from past_opsd.train import Silent, train
+
+        return 0 if train(recipe, args.out, args.resume, Silent(), world=world).finished else 130
+
+
+def _continue(args: argparse.Namespace) -> str:
+    """How a run that ended on one of several processes goes on."""
+    from past_opsd import checkpoint
+
+    path = None if args.out is None else checkpoint.newest_whole(args.out)[0]
+    if path is None:
+        return ""
+    words = [*args.words, *([] if args.resume else ["--resume"])]
+    return f"The newest checkpoint is {path}; continue with the same launcher and: past {shlex.join(words)}"
+
+
+def _train_aloud(args: argparse.Namespace, recipe: config.Recipe, world: World) -> int:
     from rich.console import Console
 
     from past_opsd import ui
@@ -162,31 +206,39 @@ def _train(args: argparse.Namespace) -> int:
     from past_opsd.trackers import Displays, open_trackers
     from past_opsd.train import train
 
-    console = Console()
-    folder = args.out or Path("runs") / f"{recipe.name.replace('/', '-')}-{recipe.run.seed}"
+    console, folder = Console(), args.out
     trackers = open_trackers([name for name in args.track.split(",") if name], folder, recipe)
     with ui.TrainDisplay(console, recipe.name, recipe.run.cycles) as bar, Displays(bar, trackers) as display:
-        outcome = train(recipe, folder, args.resume, display, profile=args.profile)
+        outcome = train(recipe, folder, args.resume, display, profile=args.profile, world=world)
     metrics, timings = (read_lines(folder / name) for name in ("metrics.jsonl", "timings.jsonl"))
     ui.closing(console, outcome, metrics[-1] if metrics else {}, timings, recipe.evaluation.pass_k)
     return 0 if outcome.finished else 130
 
 
 def _eval(args: argparse.Namespace) -> int:
-    recipe = _evaluated_recipe(args)
+    from past_opsd.distributed import joined
+
+    with joined() as world:
+        recipe = _evaluated_recipe(args)
+        world.connect(recipe.distributed.timeout_seconds)
+        return _evaluate(args, recipe, world)
+
+
+def _evaluate(args: argparse.Namespace, recipe: config.Recipe, world: World) -> int:
     from rich.console import Console
 
     from past_opsd import checkpoint, ui
     from past_opsd.train import session
 
-    with session(recipe) as parts:
+    with session(recipe, world=world) as parts:
         if args.adapter is not None:
             checkpoint.load_adapter(parts.model, "student", args.adapter)
             parts.loop.publish()
         evaluation = parts.evaluate(0)
-    if args.out is not None:
-        evaluation.save(args.out)
-    ui.evaluated(Console(), evaluation, recipe.evaluation.pass_k)
+    if world.first:
+        if args.out is not None:
+            evaluation.save(args.out)
+        ui.evaluated(Console(), evaluation, recipe.evaluation.pass_k)
     return 0
 
 

@@ -39,6 +39,12 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=True)
 
 
+class Unread(Section):
+    """A section of a module that is not imported: its keys as they stand."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 class Sampling(Section):
     """How one role samples."""
 
@@ -126,8 +132,10 @@ class LearnerSection(Section):
     reduction: Literal["sequence", "token"] = Field(
         "sequence", description="'sequence' is the paper's 1/T_i, 'token' upstream OPSD's mean over all tokens"
     )
-    implementation: Literal["fused", "chunked", "bf16", "reference"] = Field(
-        "fused", description="how full-vocabulary losses are computed; 'past bench divergence' compares them"
+    implementation: Literal["fused", "triton", "chunked", "bf16", "reference"] = Field(
+        "fused",
+        description="how full-vocabulary losses are computed; 'triton' needs a CUDA GPU; 'past bench divergence' "
+        "compares the others",
     )
     token_budget: int = Field(16384, ge=16, description="padded tokens in one micro-batch")
     shared_prompts: bool = Field(
@@ -168,6 +176,15 @@ class RunSection(Section):
     threads: int = Field(0, ge=0, description="CPU threads; 0 leaves the default")
 
 
+class DistributedSection(Section):
+    """Several processes, started by torchrun or accelerate launch; one process needs nothing of it."""
+
+    shard: Literal["none", "full"] = Field(
+        "none", description="'full' spreads the frozen base's blocks over the processes (FSDP2): less memory, more time"
+    )
+    timeout_seconds: float = Field(3600.0, gt=0, description="a process that waits for the others for so long gives up")
+
+
 class RecipeBase(Section):
     """The sections that every recipe has; `method`, `task`, `verifier`, `engine` are added by name."""
 
@@ -179,6 +196,7 @@ class RecipeBase(Section):
     rollout: RolloutSection = RolloutSection()  # pyright: ignore[reportCallIssue]
     learner: LearnerSection = LearnerSection()  # pyright: ignore[reportCallIssue]
     evaluation: EvaluationSection = EvaluationSection()  # pyright: ignore[reportCallIssue]
+    distributed: DistributedSection = DistributedSection()  # pyright: ignore[reportCallIssue]
 
 
 class Recipe(RecipeBase):
@@ -201,12 +219,15 @@ class Source:
         return f"{self.where}:{self.line}" if self.line else self.where
 
 
-def load(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, inherit, override, validate. `name` is a file or a shipped recipe such as `embedded/past`."""
+def load(name: str | Path, overrides: Sequence[str] = (), *, imports: bool = True) -> Recipe:
+    """Read, inherit, override, validate. `name` is a file or a shipped recipe such as `embedded/past`.
+
+    Without `imports` no module outside the package is imported, and the sections that name one are taken as they are.
+    """
     data, sources = _read(locate(name))
     for override in overrides:
         _override(data, sources, override)
-    return validate(data, sources, str(name))
+    return validate(data, sources, str(name), imports=imports)
 
 
 def shipped() -> list[str]:
@@ -232,14 +253,29 @@ def plugin(kind: str, name: str) -> ModuleType:
     """The module behind `[kind] name = ...`: shipped (`past_opsd.methods.past`) or the user's dotted path."""
     package = f"past_opsd.{PLUGINS[kind]}"
     path = name if "." in name else f"{package}.{name}"
-    if importlib.util.find_spec(path.rpartition(".")[0]) is None or importlib.util.find_spec(path) is None:
+    try:
+        found = all(importlib.util.find_spec(part) is not None for part in (path.rpartition(".")[0], path))
+        problem = ""
+    except (ImportError, ValueError) as error:
+        found, problem = False, f" ({error})"
+    if not found:
         folder = Path(__file__).parent / PLUGINS[kind]
         known = sorted(p.stem for p in folder.glob("*.py") if "\ndef build(" in p.read_text())
-        raise PastError(f"{kind}.name: no {kind} '{name}'; known are {', '.join(known)}, or a dotted path to a module")
-    return importlib.import_module(path)
+        raise PastError(
+            f"{kind}.name: no {kind} '{name}'{problem}; known are {', '.join(known)}, or a dotted path to a module"
+        )
+    module = importlib.import_module(path)
+    if "Options" not in vars(module):
+        raise PastError(f"{kind}.name: the module {path} is no {kind}: it needs a class Options and a function build")
+    return module
 
 
-def validate(data: Mapping[str, Any], sources: Mapping[str, Source], where: str) -> Recipe:
+def is_foreign(name: str) -> bool:
+    """Whether a section's name is the path of a module outside the package."""
+    return "." in name and not name.startswith("past_opsd.")
+
+
+def validate(data: Mapping[str, Any], sources: Mapping[str, Source], where: str, *, imports: bool = True) -> Recipe:
     """Validate a plain tree of tables against the sections and the chosen modules' options."""
     chosen: dict[str, Any] = {}
     for kind in PLUGINS:
@@ -247,7 +283,8 @@ def validate(data: Mapping[str, Any], sources: Mapping[str, Source], where: str)
         if not isinstance(table, dict) or not isinstance(table.get("name"), str):
             raise PastError(f'{where}: [{kind}] needs a name, e.g. [{kind}] name = "..."')
         try:
-            options = plugin(kind, table["name"]).Options
+            unread = not imports and is_foreign(table["name"])
+            options = Unread if unread else plugin(kind, table["name"]).Options
         except PastError as error:
             raise PastError(f"{sources.get(f'{kind}.name', where)}: {error}") from None
         literal: Any = Literal[table["name"]]  # pyright: ignore[reportInvalidTypeForm]
@@ -258,10 +295,14 @@ def validate(data: Mapping[str, Any], sources: Mapping[str, Source], where: str)
         )
     schema = create_model("Recipe", __base__=Recipe, **chosen)
     try:
-        return schema.model_validate(dict(data))
+        recipe = schema.model_validate(dict(data))
+        dump(recipe)
     except ValidationError as error:
         lines = [_explain(schema, item, sources, where) for item in error.errors()]
         raise PastError("\n".join(lines)) from None
+    except TypeError as error:
+        raise PastError(f"{where}: dates and times have no meaning in a recipe ({error})") from None
+    return recipe
 
 
 def dump(recipe: BaseModel) -> dict[str, Any]:
@@ -292,6 +333,7 @@ def _write_table(section: BaseModel, prefix: str, out: list[str]) -> None:
             if info.description:
                 out.append(f"# {info.description}")
             out.append(f"{key} = {_toml(value)}" if value is not None else f"# {key} is not set")
+    out.extend(f"{_key(key)} = {_toml(value)}" for key, value in (section.model_extra or {}).items())
     for key, value in tables:
         path = f"{prefix}.{key}" if prefix else key
         info = type(section).model_fields[key]
@@ -307,14 +349,21 @@ def _toml(value: Any) -> str:
     if isinstance(value, float):
         return repr(value) if math.isfinite(value) else str(value)
     if isinstance(value, str):
-        if "\n" in value and "'''" not in value:
-            return f"'''\n{value}'''"
-        return json.dumps(value, ensure_ascii=False)
+        plain = "'''" not in value and not value.endswith("'") and not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", value)
+        return f"'''\n{value}'''" if "\n" in value and plain else _quoted(value)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
+        return "{ " + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
     return str(value)
+
+
+def _key(text: str) -> str:
+    return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Source]]:

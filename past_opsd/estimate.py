@@ -2,22 +2,34 @@
 
 Memory is the sum of what stands in memory at the worst moment of a cycle on one device; time is arithmetic over
 throughputs that are measured on this machine. Both take response lengths at their limit, so they are upper sides.
+
+`python -m past_opsd.estimate RECIPE... [--processes N] [--set KEY=VALUE]` prints them for GPUs that are not here, as a
+table.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from past_opsd import config
 from past_opsd.config import Recipe
 from past_opsd.types import PastError
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Dense half-precision operations and bytes a second, bytes of memory: data sheets, nothing measured here.
+GPUS = {
+    "A100-80GB": (312e12, 2.0e12, 80e9),
+    "H100-80GB": (989e12, 3.35e12, 80e9),
+    "L40S-48GB": (362e12, 0.86e12, 48e9),
+}
 
 
 @dataclass(frozen=True)
@@ -114,26 +126,50 @@ def expected_load(recipe: Recipe, problem: int = 256, solution: int = 1024) -> L
     return Load(samples, samples * draws, response, rollout.teacher.max_new_tokens, problem, teacher)
 
 
-def memory(recipe: Recipe, shape: Shape, load: Load, dtype: str, checkpointing: bool) -> dict[str, int]:
-    """Bytes by part at the worst moment of a cycle; rollouts and training do not overlap, the larger one counts."""
+def memory(
+    recipe: Recipe, shape: Shape, load: Load, dtype: str, checkpointing: bool, processes: int = 1
+) -> dict[str, int]:
+    """Bytes by part in one of `processes` at the worst moment of a cycle.
+
+    Rollouts and training do not overlap, so the larger one counts; servers take rollouts elsewhere.
+    """
     width = BYTES[dtype]
-    lora = shape.lora(recipe.model.lora.rank)
+    sharded = processes > 1 and recipe.distributed.shard == "full"
+    training = _training(recipe, shape, load, width, checkpointing)
+    if processes > 1:
+        training += 4 * shape.lora(recipe.model.lora.rank)  # the buffer in which gradients are added up
+    if sharded:
+        training += 2 * shape.block * width  # the block at work and the next one, put together
+    sampling = _sampling(recipe, shape, load, dtype, processes) + (shape.body * width if sharded else 0)
+    if recipe.engine.model_dump().get("mode") == "server":
+        sampling = 0
+    moment = {"rollouts": sampling} if sampling > training else {"activations and loss": training}
+    blocks = -(-shape.body // processes) if sharded else shape.body
+    return {
+        "base weights": (blocks + shape.parameters - shape.body) * width,
+        "two adapters, two AdamW states": 2 * 3 * 4 * shape.lora(recipe.model.lora.rank),
+        **moment,
+    }
+
+
+def _training(recipe: Recipe, shape: Shape, load: Load, width: int, checkpointing: bool) -> int:
     tokens = max(recipe.learner.token_budget, load.longest)
     q = shape.heads * shape.head_dim
     kept = shape.hidden if checkpointing else 8 * shape.hidden + 4 * q + 5 * shape.mlp
     one_block = (8 * shape.hidden + 4 * q + 5 * shape.mlp) if checkpointing else 0
     activations = tokens * width * (shape.layers * kept + one_block)
     states = tokens * shape.hidden * 4 * 3  # live states, frozen states and the gradient between body and head
-    training = activations + states + (recipe.learner.loss_memory_mib << 20) + 4 * lora
-    batch = min(recipe.engine.model_dump().get("batch", 64), max(load.student_samples, load.teacher_samples, 1))
+    gradients = 4 * shape.lora(recipe.model.lora.rank)
+    return activations + states + (recipe.learner.loss_memory_mib << 20) + gradients
+
+
+def _sampling(recipe: Recipe, shape: Shape, load: Load, dtype: str, processes: int) -> int:
+    width = BYTES[dtype]
+    samples = -(-max(load.student_samples, load.teacher_samples, 1) // processes)
+    batch = min(recipe.engine.model_dump().get("batch", 64), samples)
     cache = batch * load.longest * shape.layers * 2 * shape.kv_heads * shape.head_dim * width
-    sampling = cache + shape.body * width + batch * shape.vocab * 16
-    moment = {"rollouts": sampling} if sampling > training else {"activations and loss": training}
-    return {
-        "base weights": shape.parameters * width,
-        "two adapters, two AdamW states": 2 * 3 * 4 * lora,
-        **moment,
-    }
+    folded = shape.body * width if dtype == "float32" else 0
+    return cache + folded + batch * shape.vocab * 16
 
 
 @dataclass(frozen=True)
@@ -161,8 +197,18 @@ def _rate(weight: torch.Tensor, rows: int, seconds: float) -> float:
     return done * rows * weight.numel() / (time.perf_counter() - began)
 
 
-def seconds(shape: Shape, load: Load, speed: Speed, checkpointing: bool) -> dict[str, float]:
-    """Seconds of one cycle by phase; a frozen base needs no weight gradients, so a backward costs one forward."""
+def assumed(gpu: str, rows: int, dtype: str = "bfloat16") -> Speed:
+    """A GPU's speed from its data sheet: two fifths of its peak, decoding at three fifths of its bandwidth."""
+    peak, bandwidth, _ = GPUS[gpu]
+    wide = 0.4 * peak / 2
+    return Speed(wide, min(wide, 0.6 * bandwidth / BYTES[dtype] * max(1, rows)))
+
+
+def seconds(shape: Shape, load: Load, speed: Speed, checkpointing: bool, processes: int = 1) -> dict[str, float]:
+    """Seconds of one cycle by phase; a frozen base needs no weight gradients, so a backward costs one forward.
+
+    Processes share samples evenly; what they exchange is left out.
+    """
     body, head = shape.body, shape.hidden * shape.vocab
 
     def forward(samples: int, prompt: int, response: int, passes: int) -> float:
@@ -175,7 +221,7 @@ def seconds(shape: Shape, load: Load, speed: Speed, checkpointing: bool) -> dict
         return samples * (prompt * body / speed.wide + response * (body + head) / speed.narrow)
 
     live = 3 if checkpointing else 2
-    n, m = load.student_samples, load.teacher_samples
+    n, m = -(-load.student_samples // processes), -(-load.teacher_samples // processes)
     adapt = 0.0
     if m:
         adapt += forward(m, load.teacher_prompt, load.continuation, live) + loss(m, load.continuation)
@@ -196,3 +242,60 @@ def available(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[1]
     with open("/proc/meminfo", encoding="ascii") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+
+
+def table(recipes: Sequence[Recipe], processes: Sequence[int], gpu: str) -> str:
+    """Memory of one GPU and time of one cycle for every recipe and number of processes, as Markdown."""
+    lines = [
+        f"| recipe, model | GPUs | base | adapters | rest | GiB of {GPUS[gpu][2] / GIB:.0f} | s a cycle |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for recipe in recipes:
+        shape, load = _known(recipe), expected_load(recipe)
+        for n in processes:
+            parts = list(memory(recipe, shape, load, "bfloat16", True, n).values())
+            total = sum(parts) / GIB
+            fits = "" if total <= 0.9 * GPUS[gpu][2] / GIB else " **no**"
+            cells = [f"{recipe.name}, {recipe.model.path.rpartition('/')[2]}", str(n)]
+            cells += [f"{part / GIB:.1f}" for part in parts] + [
+                f"{total:.1f}{fits}",
+                f"{_cycle(recipe, shape, load, gpu, n):.0f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cycle(recipe: Recipe, shape: Shape, load: Load, gpu: str, processes: int) -> float:
+    """Seconds of a cycle on such GPUs; without the rollouts where servers make them."""
+    rows = [-(-samples // processes) for samples in (load.student_samples, load.teacher_samples)]
+    phases, teacher = (seconds(shape, load, assumed(gpu, n), True, processes) for n in rows)
+    if recipe.engine.model_dump().get("mode") == "server":
+        return phases["adapt"] + phases["distill"]
+    return sum((phases | {"draw": teacher["draw"]}).values())
+
+
+def _known(recipe: Recipe) -> Shape:
+    if recipe.model.path not in KNOWN:
+        raise PastError(f"'{recipe.model.path}' is not among {', '.join(KNOWN)}; 'past doctor RECIPE --dry' reads it")
+    return KNOWN[recipe.model.path]
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m past_opsd.estimate", description="What recipes need on GPUs.")
+    parser.add_argument("recipes", nargs="+", help="recipes for models whose shapes are known here")
+    parser.add_argument("--processes", default="1", help="numbers of GPUs, comma-separated (default 1)")
+    parser.add_argument("--gpu", default="H100-80GB", choices=sorted(GPUS), help="data sheet (default H100-80GB)")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override")
+    args = parser.parse_args()
+    try:
+        recipes = [config.load(name, args.overrides) for name in args.recipes]
+        print(table(recipes, [int(n) for n in args.processes.split(",")], args.gpu))
+    except PastError as error:
+        print(f"past: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,8 +1,8 @@
 """Terms become one optimizer step. The learner knows no method.
 
 Terms that share a live view and its tokens share one live forward; frozen views are recomputed per micro-batch under
-no_grad and released. Row weights are fixed before the first forward, so micro-batches, their size and their padding
-do not change the update.
+no_grad and released. Row weights are fixed before the first forward, so micro-batches, their size, their padding and
+the number of processes that share them do not change the update.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from past_opsd import fused, packing
 from past_opsd.config import LearnerSection, OptimizerSection
+from past_opsd.distributed import balance
 from past_opsd.losses import Advantaged, Match, Stay, token_weights
 from past_opsd.model import TRAINABLE, Model
 from past_opsd.types import Adapter, PastError, Term, Tokens, View
@@ -217,6 +218,8 @@ class Learner:
         self._model.bump(phase)
         if self._model.digest(other) != frozen:
             raise RuntimeError(f"the {other} adapter moved during the {phase} step")
+        if not self._model.world.alone:
+            self._model.world.agree(f"{phase} adapter after a step", self._model.digest(phase))
         metrics = {f"{phase}/{key}": value for key, value in log.summary().items()}
         extra = {"stepped": 1.0, "grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], "nonfinite": 0.0}
         return metrics | {f"{phase}/{key}": value for key, value in extra.items()}
@@ -237,17 +240,64 @@ class Learner:
             raise RuntimeError(f"other parameters than the {phase} adapter's are trainable in its phase")
 
     def _accumulate(self, phase: Adapter, terms: Sequence[Term]) -> Log:
-        log = Log()
-        budget = self._section.token_budget
-        bundles = bundle(gather_paths(terms, self._section.reduction), budget, self._section.shared_prompts)
-        for chosen in micro_batches(bundles, budget):
-            batch = [path for item in chosen for path in item.paths]
-            share = len(batch) > len(chosen)
-            frozen = self._frozen_states(batch, share)
-            live = self._model.hidden([(p.live, p.tokens) for p in batch], share)
+        """The gradient of all terms, in every process; and the diagnostics of all terms."""
+        log, failures = Log(), []
+        plans = self._plans(terms)
+        rounds = max(map(len, plans)) if self._model.sharded else len(plans[self._model.world.rank])
+        for n in range(rounds):
+            failures += self._round(phase, n, plans, log)
+        return log if self._model.world.alone else self._add_up(phase, log, failures)
+
+    def _plans(self, terms: Sequence[Term]) -> list[list[list[Bundle]]]:
+        """Every rank's micro-batches; all ranks know all of them."""
+        size, budget = self._model.world.size, self._section.token_budget
+        paths = gather_paths(terms, self._section.reduction)
+        # A row that holds more than a rank's share would leave other ranks idle.
+        limit = budget if size == 1 else min(budget, -(-sum(path.width for path in paths) // size))
+        bundles = bundle(paths, limit, self._section.shared_prompts)
+        shares = balance([item.width * item.rows for item in bundles], size)
+        return [list(micro_batches([bundles[i] for i in own], budget)) for own in shares]
+
+    def _round(self, phase: Adapter, n: int, plans: Sequence[Sequence[Sequence[Bundle]]], log: Log) -> list[str]:
+        """One micro-batch; returns what failed, for the ranks to stop together.
+
+        The ranks of a sharded base make the same forwards and backwards, if need be on a single token and for nothing.
+        """
+        plan = plans[self._model.world.rank]
+        chosen = plan[n] if n < len(plan) else []
+        batch = [path for item in chosen for path in item.paths]
+        share = len(batch) > len(chosen)
+        frozen = self._frozen_states(batch, share)
+        if self._model.sharded:
+            others = [_frozen_adapters(other[n]) for other in plans if n < len(other)]
+            self._model.idle(max(others) - _frozen_adapters(chosen))
+        live = self._model.hidden([(p.live, p.tokens) for p in batch] or [(View(phase, (0,)), (0,))], share)
+        grad, failures = None, []
+        try:
             grad = self._gradient(phase, batch, live.detach(), frozen, log)
-            live.backward(grad.to(live.dtype))
-        return log
+        except NonFiniteError as error:
+            if self._model.world.alone:
+                raise
+            failures.append(str(error))
+        live.backward(torch.zeros_like(live) if grad is None else grad.to(live.dtype))
+        return failures
+
+    def _add_up(self, phase: Adapter, log: Log, failures: Sequence[str]) -> Log:
+        """Gradients and diagnostics over the ranks; a failure on one of them is everybody's, before anything moves."""
+        world = self._model.world
+        reports = world.gather((log, failures))
+        failed = [text for _, texts in reports for text in texts]
+        if failed:
+            raise NonFiniteError(failed[0])
+        parameters = self._model.parameters(phase).values()
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        world.sum([parameter.grad for parameter in parameters if parameter.grad is not None])
+        whole = Log()
+        for part, _ in reports:
+            whole.merge(part)
+        return whole
 
     @torch.no_grad()
     def _frozen_states(self, batch: Sequence[Path], share: bool) -> dict[tuple[View, Tokens], Tensor]:
@@ -331,6 +381,12 @@ class Learner:
         return norm
 
 
+def _frozen_adapters(chosen: Sequence[Bundle]) -> int:
+    """Forwards of the sharded base that a micro-batch's frozen views take: one an adapter."""
+    terms = [term for item in chosen for path in item.paths for term, _ in path.terms]
+    return len({t.frozen.adapter for t in terms if t.frozen is not None} - {"expert"})
+
+
 @dataclass(frozen=True)
 class Rows:
     """A path's rows in one loss call."""
@@ -372,6 +428,10 @@ def _message(phase: str, term: str, what: str, values: Tensor) -> str:
     )
 
 
+def _nothing() -> list[float]:
+    return [0.0, 0.0, 0.0]
+
+
 class Log:
     """The appendix's diagnostics of one phase, by term."""
 
@@ -381,7 +441,7 @@ class Log:
         self._objective: dict[str, float] = defaultdict(float)
         self._paths: dict[str, list[float]] = defaultdict(list)
         self._positions: dict[str, list[float]] = defaultdict(list)
-        self._align: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        self._align: dict[str, list[float]] = defaultdict(_nothing)
 
     def add(
         self, name: str, loss: Any, lengths: Sequence[int], values: Tensor, weight: Tensor, rows: dict[str, Tensor]
@@ -405,6 +465,21 @@ class Log:
                 for part in column.split(list(lengths)):
                     for t, value in enumerate(part[:POSITIONS].tolist()):
                         self._positions[f"{name}/kl@{t:02d}"].append(value)
+
+    def merge(self, other: Log) -> None:
+        """Add what another process logged."""
+        for mine, theirs in (
+            (self._sums, other._sums),
+            (self._counts, other._counts),
+            (self._objective, other._objective),
+        ):
+            for key, value in theirs.items():
+                mine[key] += value
+        for mine, theirs in ((self._paths, other._paths), (self._positions, other._positions)):
+            for key, values in theirs.items():
+                mine[key] += values
+        for name, sums in other._align.items():
+            self._align[name] = [a + b for a, b in zip(self._align[name], sums, strict=True)]
 
     @property
     def objective(self) -> float:

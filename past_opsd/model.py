@@ -7,6 +7,7 @@ one adapter folded into the weights for the rollout side, and puts the weights b
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from past_opsd import packing
 from past_opsd.config import ModelSection
+from past_opsd.distributed import World
 from past_opsd.pretrained import Choice, hardware, load_network, load_tokenizer, resolve
 from past_opsd.types import Adapter, PastError, Tokens, View
 
@@ -60,6 +62,27 @@ def linear_targets(network: nn.Module, layers: int) -> tuple[list[str], bool]:
     short = {n.rpartition(".")[2] for n in inside}
     clear = not any(n.rpartition(".")[2] in short for n in linear if n not in inside)
     return sorted(short if clear else inside), all(isinstance(linear[n], Conv1D) for n in inside)
+
+
+def place(choice: Choice, world: World) -> Choice:
+    """This rank's device: every process of a machine takes the GPU of its local rank."""
+    if world.alone:
+        return choice
+    if choice.device_map is not None:
+        raise PastError(
+            "model.device_map = 'auto' spreads one process's base over all GPUs; with several processes leave it and "
+            "set distributed.shard = 'full'"
+        )
+    if not choice.device.startswith("cuda"):
+        return choice
+    if choice.device != "cuda":
+        raise PastError(f"model.device = '{choice.device}' puts every process on the same GPU; set it to 'auto'")
+    count = torch.cuda.device_count()
+    if count not in (1, world.local_size) and world.local_rank >= count:
+        raise PastError(f"{world.local_size} processes on a machine with {count} GPUs; start as many as there are GPUs")
+    index = 0 if count == 1 else world.local_rank  # a launcher may show each process its own GPU alone
+    torch.cuda.set_device(index)
+    return replace(choice, device=f"cuda:{index}")
 
 
 class Network:
@@ -163,10 +186,11 @@ class Network:
 class Model(Network):
     """The frozen base, its two adapters, their versions; and a separate frozen expert where the recipe names one."""
 
-    def __init__(self, section: ModelSection, seed: int = 0):
+    def __init__(self, section: ModelSection, seed: int = 0, world: World | None = None, shard: bool = False):
         self.section = section
+        self.world = world or World()
         self.tokenizer = load_tokenizer(section)
-        super().__init__(section, section.path)
+        super().__init__(section, section.path, place(hardware(section), self.world))
         self._fit_vocabulary()
         self.expert = None if section.expert is None else self._load_expert(section.expert)
         self.peft = self._adapters(self.network, seed)
@@ -180,7 +204,63 @@ class Model(Network):
         self._active: Adapter | None = None
         self.versions: dict[Adapter, int] = {"base": 0, "student": 0, "teacher": 0}
         self._folded: tuple[Adapter, int, list[Tensor]] | None = None
+        self._base_digest: str | None = None
+        self._shards: list[Any] = []
         self.activate("base")
+        if shard and not self.world.alone:
+            self._shard()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a forward exchanges weights, so that all ranks must make the same ones."""
+        return bool(self._shards)
+
+    def _shard(self) -> None:
+        """Spread the blocks' frozen weights over the ranks. Embeddings, norm and head, which the losses read, stay."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import DTensor
+
+        if "ignored_params" not in inspect.signature(fully_shard).parameters:
+            raise PastError(f"distributed.shard = 'full' needs a newer torch than {torch.__version__}; 2.13 is tested")
+        self._base_digest = self.digest_base()
+        _ = self.shares_prompts  # tried on the whole base
+        layers = self.config.get_text_config().num_hidden_layers
+        stacks = [m for m in self.network.modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
+        mesh = init_device_mesh(self.device.type, (self.world.size,))
+        adapters = {parameter for name in TRAINABLE for parameter in self._parameters[name].values()}
+        blocks = list(stacks[0])
+        for block in blocks:
+            fully_shard(block, mesh=mesh, ignored_params=adapters)
+        backbone = cast(Any, self.network).base_model
+        whole = {parameter for parameter in backbone.parameters() if not isinstance(parameter, DTensor)}
+        fully_shard(backbone, mesh=mesh, ignored_params=whole)
+        self._shards = blocks
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, every rank holds the whole base, and ranks may make different forwards: for sampling."""
+        for block in self._shards:
+            block.set_reshard_after_forward(False)
+            block.unshard()
+        try:
+            yield
+        finally:
+            for block in self._shards:
+                block.reshard()
+                block.set_reshard_after_forward(True)
+            if self._shards:
+                self._folded = None
+
+    @torch.no_grad()
+    def idle(self, forwards: int) -> None:
+        """Forwards for nothing, beside those that other ranks of a sharded base make."""
+        for _ in range(forwards):
+            self.states([(View("base", (0,)), (0,))])
+
+    def digest_base(self) -> str:
+        """A hash of the frozen weights, as they were before they were spread."""
+        return self._base_digest or super().digest_base()
 
     def _fit_vocabulary(self) -> None:
         highest = max(self.tokenizer.get_vocab().values())
@@ -331,13 +411,18 @@ class Model(Network):
         self.activate(adapter)
         return self.states(paths, share)
 
+    @property
+    def folds(self) -> bool:
+        """Whether `sampling` folds the adapter into the weights."""
+        return self.choice.dtype == "float32"
+
     @contextmanager
     def sampling(self, adapter: Adapter) -> Iterator[nn.Module]:
         """The network as one adapter's policy, fast: folded into the weights, which are put back afterwards.
 
         Half-precision weights would round a small update away, so there the adapter stays beside them.
         """
-        if self.choice.dtype != "float32":
+        if not self.folds:
             self.activate(adapter)
             yield self.network
             return

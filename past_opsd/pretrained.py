@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import pickle
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ transformers_logging.disable_progress_bar()
 SHIPPED = {"embedded": "embedded_model", "embedded-expert": "embedded_expert"}
 PULLABLE = ("smollm2-135m",)
 _LOADING = (OSError, ValueError, ImportError, RuntimeError, KeyError, IndexError, SafetensorError, struct.error)
+_LOADING += (pickle.UnpicklingError,)  # nothing but tensors is read from a pickle
 
 
 def cache() -> Path:
@@ -234,6 +236,16 @@ def _still(config: Any) -> None:
 def _unloadable(what: str, path: str, source: Source, error: Exception) -> str:
     reason = str(error).strip().split("\n")[0] or type(error).__name__
     folder = Path(source.path)
+    if "trust_remote_code" in str(error):
+        return (
+            f"model.path: '{path}' brings code of its own for its {what}, which is not run; if you have read it and "
+            "trust it, set model.trust_remote_code = true"
+        )
+    if isinstance(error, pickle.UnpicklingError):
+        return (
+            f"model.path: '{path}' cannot be loaded: its weights are a pickle that holds more than tensors, which "
+            "could run code; use a copy in safetensors format"
+        )
     if isinstance(error, ImportError) and "flash" in str(error).lower():
         return f"model.attention: flash attention is not installed ({reason}); use model.attention = 'sdpa'"
     if isinstance(error, SafetensorError):

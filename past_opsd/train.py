@@ -8,8 +8,10 @@ metrics.jsonl, timings.jsonl, rollouts/, continuations/      see record.py
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,10 +25,12 @@ import torch
 
 from past_opsd import __version__, checkpoint, config, evaluate, templates
 from past_opsd.config import Recipe
+from past_opsd.distributed import World
+from past_opsd.files import WriteError, write_text, writing
 from past_opsd.health import alarms, entropy_health, health
 from past_opsd.lab import Lab
 from past_opsd.learner import Learner
-from past_opsd.loop import Loop
+from past_opsd.loop import Cycle, Loop
 from past_opsd.model import Model
 from past_opsd.profiling import Clock, Profile
 from past_opsd.prompts import Prompts
@@ -38,6 +42,18 @@ from past_opsd.verifiers import Verifier
 
 class Display(Protocol):
     """Where progress goes."""
+
+    def phase(self, cycle: int, name: str) -> None: ...
+
+    def cycle(self, cycle: int, metrics: dict[str, float]) -> None: ...
+
+    def evaluated(self, step: int, summary: dict[str, float]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class Silent:
+    """The display of every process but the first."""
 
     def phase(self, cycle: int, name: str) -> None: ...
 
@@ -65,14 +81,21 @@ class Session:
         self.loop.lab.verifier.close()
         self.loop.lab.engine.close()
 
+    @property
+    def world(self) -> World:
+        """The processes of this run."""
+        return self.model.world
+
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Everything that must be the same for a resume to mean anything."""
+        """Everything that must be the same for a resume to mean anything; how many processes there are need not be."""
+        recipe = config.dump(self.recipe)
+        del recipe["distributed"]
         return {
             **self.model.identity(),
             "task": self.task.identity,
             "verifier": self.loop.lab.verifier.identity,
-            "recipe": config.dump(self.recipe),
+            "recipe": recipe,
         }
 
     def evaluate(self, step: int) -> evaluate.Evaluation:
@@ -91,11 +114,16 @@ class Session:
         )
 
 
-def assemble(recipe: Recipe, verifier: Verifier | None = None) -> Session:
+def assemble(recipe: Recipe, verifier: Verifier | None = None, world: World | None = None) -> Session:
     """Build the model, the task, the engine, the verifier and the method that a recipe names."""
-    if recipe.run.threads:
-        torch.set_num_threads(recipe.run.threads)
-    model = Model(recipe.model, seed=derive_seed(recipe.run.seed, "adapters") >> 1)
+    world = world or World()
+    threads = recipe.run.threads
+    if not world.alone and not threads:
+        threads = max(1, (os.cpu_count() or 1) // world.local_size)
+    if threads:
+        torch.set_num_threads(threads)
+    seed = derive_seed(recipe.run.seed, "adapters") >> 1
+    model = Model(recipe.model, seed, world, shard=recipe.distributed.shard == "full")
     notes = templates.require(model.tokenizer, recipe.prompts, templates.stop_ids(model.tokenizer, model.network))
     prompts = Prompts(model.tokenizer, recipe.prompts)
     task = config.plugin("task", recipe.task.name).build(recipe.task)
@@ -105,16 +133,18 @@ def assemble(recipe: Recipe, verifier: Verifier | None = None) -> Session:
         verifier = config.plugin("verifier", recipe.verifier.name).build(recipe.verifier)
     method = config.plugin("method", recipe.method.name).build(recipe.method, prompts, recipe.rollout)
     learner = Learner(model, recipe.learner, recipe.run.cycles)
-    lab = Lab(engine, cast(Verifier, verifier))
+    # vLLM samples from weights of its own; any other engine from the trainer's.
+    around = nullcontext if recipe.engine.name == "vllm" else model.gathered
+    lab = Lab(engine, cast(Verifier, verifier), world=world, around=around)
     loop = Loop(recipe.run.seed, recipe.rollout, problems, prompts, method, lab, learner, model.max_context)
     loop.publish()
     return Session(recipe, model, learner, loop, task, (*notes, *task.notes))
 
 
 @contextmanager
-def session(recipe: Recipe, verifier: Verifier | None = None) -> Iterator[Session]:
+def session(recipe: Recipe, verifier: Verifier | None = None, world: World | None = None) -> Iterator[Session]:
     """An assembled run, closed at the end."""
-    parts = assemble(recipe, verifier)
+    parts = assemble(recipe, verifier, world)
     try:
         yield parts
     finally:
@@ -151,32 +181,40 @@ def train(
     profile: bool = False,
     verifier: Verifier | None = None,
     stop: Callable[[], bool] = lambda: False,
+    world: World | None = None,
 ) -> Outcome:
     """Run the recipe's cycles in `folder`, from the start or from the newest whole checkpoint.
 
-    `verifier` takes the place of the recipe's; `stop` is asked after every cycle whether to end there.
+    `verifier` takes the place of the recipe's; `stop` is asked after every cycle whether to end there. In a `world` of
+    several processes all of them call this; the first alone writes and talks.
     """
-    existing = checkpoint.steps(folder)
+    world = world or World()
+    display = display if world.first else Silent()
+    existing = world.share(lambda: checkpoint.steps(folder))
     if existing and not resume:
         raise PastError(f"{folder} already holds a run; continue it with --resume, or choose another --out")
     if resume and not existing:
         display.note(f"{folder} holds no checkpoint yet; starting from the beginning")
-    with session(recipe, verifier) as parts, _interruptible() as asked:
+    with session(recipe, verifier, world) as parts, _interruptible() as asked, _continuable(folder):
         _enough(recipe, len(parts.loop.problems))
         for note in parts.notes:
             display.note(note)
+        _same_setup(parts)
 
         def stopping() -> bool:
-            return asked() or stop()
+            return world.any(asked() or stop())
 
-        folder.mkdir(parents=True, exist_ok=True)  # not before everything the recipe names was found
+        if world.first:
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)  # not before everything the recipe names was found
         start = _restore(parts, folder, display) if existing else _begin(parts, folder)
-        recorder = Recorder(folder)
-        recorder.rewind(start)
-        totals = _totals(folder)
         clock = Clock(display.phase)
         parts.loop.lab.span = clock.span
-        profiler = Profile(folder) if profile else None
+        recorder = Recorder(folder) if world.first else None
+        if recorder is not None:
+            recorder.rewind(start)
+        totals = _totals(folder)
+        profiler = Profile(folder) if profile and world.first else None
         for k in range(start, recipe.run.cycles):
             if stopping():
                 break
@@ -184,17 +222,34 @@ def train(
             with profiler.operations(k - start) if profiler else nullcontext():
                 cycle = parts.loop.cycle(k, clock.phase)
             clock.stop()
-            for name, count in _costs(cycle).items():
-                totals[name] = totals.get(name, 0) + count
-            metrics = recorder.cycle(k, cycle, totals, clock.seconds(k))
-            for warning in alarms(metrics):
-                display.note(f"cycle {k}: {warning}")
-            display.cycle(k, metrics)
+            if recorder is not None:
+                _record(recorder, k, cycle, totals, clock, display)
             _boundary(parts, folder, k + 1, display, clock, last=stopping())
             if profiler:
                 profiler.write(clock)
-        completed = checkpoint.steps(folder)[-1]
-    return outcome(recipe, folder, completed)
+        completed = world.share(lambda: checkpoint.steps(folder)[-1])
+    return outcome(recipe, folder, completed) if world.first else Outcome(folder, completed, recipe.run.cycles)
+
+
+def _same_setup(parts: Session) -> None:
+    """Refuse processes that would not compute the same: another model revision, data file or package."""
+    if parts.world.alone:
+        return
+    setups = parts.world.gather(parts.identity)
+    for rank, setup in enumerate(setups):
+        changes = differences(setups[0], setup)
+        if changes:
+            lines = "\n".join(f"  {line}" for line in changes)
+            raise PastError(f"rank {rank} has another setup than rank 0:\n{lines}")
+
+
+def _record(recorder: Recorder, k: int, cycle: Cycle, totals: dict[str, int], clock: Clock, display: Display) -> None:
+    for name, count in _costs(cycle).items():
+        totals[name] = totals.get(name, 0) + count
+    metrics = recorder.cycle(k, cycle, totals, clock.seconds(k))
+    for warning in alarms(metrics):
+        display.note(f"cycle {k}: {warning}")
+    display.cycle(k, metrics)
 
 
 def _enough(recipe: Recipe, problems: int) -> None:
@@ -223,7 +278,8 @@ def _begin(parts: Session, folder: Path) -> int:
     # No draw of ours comes from a global stream; a user's verifier or task may, so those streams start from the seed.
     random.seed(derive_seed(parts.recipe.run.seed, "python"))
     torch.manual_seed(derive_seed(parts.recipe.run.seed, "torch") >> 1)
-    (folder / "recipe.toml").write_text(config.to_toml(parts.recipe), encoding="utf-8")
+    if parts.world.first:
+        write_text(folder / "recipe.toml", config.to_toml(parts.recipe))
     parts.loop.prepare()
     _evaluate(parts, folder, 0, None)
     _checkpoint(parts, folder, 0)
@@ -231,19 +287,29 @@ def _begin(parts: Session, folder: Path) -> int:
 
 
 def _restore(parts: Session, folder: Path, display: Display) -> int:
-    path, notes = checkpoint.newest_whole(folder)
+    path, notes = parts.world.share(lambda: checkpoint.newest_whole(folder))
     for note in notes:
         display.note(note)
     if path is None:
         raise PastError(f"{folder}: no checkpoint is whole; start again with another --out")
-    saved, current = checkpoint.read_state(path)["identity"], parts.identity
+    if not path.is_dir():
+        raise PastError(
+            f"rank {parts.world.rank} on {socket.gethostname()} does not see {path}; --out must be a folder that all "
+            "machines share"
+        )
+    saved, current = checkpoint.read_state(path).get("identity"), parts.identity
     changes = differences(saved, current)
     if changes:
         lines = "\n".join(f"  {line}" for line in changes)
         raise PastError(f"{folder} was started with another setup; to continue it, restore what it had:\n{lines}")
     state = checkpoint.restore(path, parts.model, parts.learner)
-    parts.loop.method.restore(state["method"])
+    if checkpoint.folder(folder, state["next_cycle"]) != path:
+        raise PastError(f"{path}: its state.json is that of boundary {state['next_cycle']}, so it is another run's")
+    checkpoint.restore_method(path, parts.loop.method)
     parts.loop.publish()
+    if parts.world.first:
+        checkpoint.set_aside(folder, after=state["next_cycle"])
+        checkpoint.prune(folder, parts.recipe.run.keep_checkpoints, evaluation_steps(parts.recipe))
     display.note(f"resuming from {path}")
     return state["next_cycle"]
 
@@ -268,19 +334,28 @@ def _boundary(parts: Session, folder: Path, step: int, display: Display, clock: 
         return
     with clock.span("checkpoint"):
         _checkpoint(parts, folder, step)
-    checkpoint.prune(folder, run.keep_checkpoints, evaluation_steps(parts.recipe))
+    if parts.world.first:
+        checkpoint.prune(folder, run.keep_checkpoints, evaluation_steps(parts.recipe))
 
 
 def _evaluate(parts: Session, folder: Path, step: int, display: Display | None) -> None:
     if step not in evaluation_steps(parts.recipe):
         return
     evaluation = parts.evaluate(step)
-    evaluation.save(folder / "evaluations" / f"step-{step:05d}.json")
+    if parts.world.first:
+        evaluation.save(folder / "evaluations" / f"step-{step:05d}.json")
     if display is not None:
         display.evaluated(step, evaluation.summary(parts.recipe.evaluation.pass_k))
 
 
 def _checkpoint(parts: Session, folder: Path, step: int) -> None:
+    """Written by the first process; the others go on when it is complete."""
+    if parts.world.first:
+        _save(parts, folder, step)
+    parts.world.barrier()
+
+
+def _save(parts: Session, folder: Path, step: int) -> None:
     position = step * parts.recipe.rollout.problems_per_cycle
     state = {
         "method": parts.loop.method.state(),
@@ -292,7 +367,7 @@ def _checkpoint(parts: Session, folder: Path, step: int) -> None:
     checkpoint.save(folder, step, parts.model, parts.learner, state)
 
 
-def _costs(cycle: Any) -> dict[str, int]:
+def _costs(cycle: Cycle) -> dict[str, int]:
     """Samples, tokens and verifier calls of one cycle, by role."""
     student = [a.response for a in cycle.batch.attempts]
     teacher = [c.response for d in cycle.draws for c in (*d.discarded, *d.continuations)]
@@ -308,6 +383,20 @@ def _costs(cycle: Any) -> dict[str, int]:
 def _totals(folder: Path) -> dict[str, int]:
     lines = read_lines(folder / "metrics.jsonl")
     return {k: v for k, v in lines[-1].items() if k.startswith("cost/")} if lines else {}
+
+
+@contextmanager
+def _continuable(folder: Path) -> Iterator[None]:
+    """Where a file could not be written, say what the run goes on from."""
+    try:
+        yield
+    except WriteError as error:
+        path, _ = checkpoint.newest_whole(folder)
+        kept = "no boundary was complete yet; make room and start it with --resume"
+        if path is not None:
+            step = checkpoint.read_state(path)["next_cycle"]
+            kept = f"the run is whole up to boundary {step}; make room and continue it from there with --resume"
+        raise PastError(f"{error}; {kept}") from None
 
 
 @contextmanager

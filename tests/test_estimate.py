@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -55,6 +58,37 @@ def test_the_load_follows_the_method():
     assert (past.student_samples, past.teacher_samples) == (4, 32)
     assert opsd.teacher_samples == 0
     assert past.teacher_prompt - opsd.teacher_prompt == 1024, "only PAST's teacher reads the response"
+
+
+def in_process(processes: int, *overrides: str) -> dict[str, int]:
+    recipe = config.load("scale/qwen3-32b-nodes", overrides)
+    shape, load = estimate.KNOWN[recipe.model.path], estimate.expected_load(recipe)
+    return estimate.memory(recipe, shape, load, "bfloat16", True, processes)
+
+
+def test_sharding_divides_the_blocks_and_nothing_else():
+    shape = estimate.KNOWN["Qwen/Qwen3-32B"]
+    one, eight = (in_process(n)["base weights"] for n in (1, 8))
+    assert one - eight == pytest.approx(2 * shape.body * 7 / 8, rel=1e-6)
+    assert in_process(8, "distributed.shard=none")["base weights"] == one
+    assert in_process(8)["two adapters, two AdamW states"] == in_process(1)["two adapters, two AdamW states"]
+
+
+def test_the_torch_engine_puts_a_sharded_base_together_and_servers_do_not():
+    shape = estimate.KNOWN["Qwen/Qwen3-32B"]
+    assert in_process(8, "engine.name=torch")["rollouts"] > 2 * shape.body
+    assert "rollouts" not in in_process(8)
+
+
+def test_the_table_of_the_docs_is_what_the_command_prints(capsys: pytest.CaptureFixture[str], monkeypatch):
+    text = (Path(__file__).parents[1] / "docs" / "scale.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^    python -m past_opsd\.estimate (.*)$", text, re.MULTILINE)
+    assert commands
+    for command in commands:
+        monkeypatch.setattr("sys.argv", ["estimate", *command.split()])
+        assert estimate.main() == 0
+        printed = capsys.readouterr().out
+        assert printed in text, printed
 
 
 def test_time_is_linear_in_the_samples():
