@@ -6,6 +6,7 @@ is measured along token ids goes from hidden states through the head chunk by ch
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from past_opsd import checkpoint, config
+from past_opsd.files import write_text
 from past_opsd.lab import Work
 from past_opsd.model import Model
 from past_opsd.train import Session, differences, session
@@ -47,10 +49,10 @@ class Boundary:
         """Load both adapters of another checkpoint and let the engine serve them."""
         path = checkpoint.folder(self.run, step)
         state = checkpoint.read_state(path)
-        self.notes = _compare(state["identity"], self.parts, path)
+        self.notes = _compare(state.get("identity"), self.parts, path)
         checkpoint.load_adapter(self.parts.model, "student", path)
         checkpoint.load_adapter(self.parts.model, "teacher", path / "teacher")
-        self.parts.loop.method.restore(state["method"])
+        checkpoint.restore_method(path, self.parts.loop.method)
         self.parts.loop.publish()
         self.step = step
 
@@ -61,20 +63,46 @@ class Boundary:
 
 
 @contextmanager
-def opened(run: Path, step: int) -> Iterator[Boundary]:
-    """The run at the checkpoint of this step."""
-    with session(recipe_of(run)) as parts:
+def opened(run: Path, step: int, trust: bool = False) -> Iterator[Boundary]:
+    """The run at the checkpoint of this step. Code that its recipe names is run only with `trust`."""
+    require_trust(run, code(recipe_of(run)), trust)
+    with session(config.load(str(run / "recipe.toml"))) as parts:
         boundary = Boundary(parts, run, teacher_adapter(parts))
         boundary.move(step)
         yield boundary
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """The option of every command that opens a run."""
+    parser.add_argument(
+        "--trust", action="store_true", help="run code that the run's recipe names (modules, trust_remote_code)"
+    )
+
+
+def code(recipe: config.Recipe) -> list[str]:
+    """What a recipe would run that is not in this package."""
+    sections = {kind: config.dump(recipe)[kind] for kind in config.PLUGINS}
+    named = [f"{kind}.name = {s['name']!r}" for kind, s in sections.items() if config.is_foreign(s["name"])]
+    if sections["verifier"]["name"] == "function":
+        named.append(f"verifier.path = {sections['verifier']['path']!r}")
+    return named + ["model.trust_remote_code = true"] * recipe.model.trust_remote_code
+
+
+def require_trust(run: Path, named: Sequence[str], trust: bool) -> None:
+    """A run's folder may be somebody else's: what its recipe names is run when a person says so."""
+    if named and not trust:
+        raise PastError(
+            f"{run / 'recipe.toml'} would run code from outside the package: {', '.join(named)}. "
+            "If it is yours, or you trust it, say so with --trust"
+        )
+
+
 def recipe_of(run: Path) -> config.Recipe:
-    """The run's own recipe."""
+    """The run's own recipe; no module that it names is imported."""
     file = run / "recipe.toml"
     if not file.is_file():
         raise PastError(f"{run}: not a run folder (it holds no recipe.toml); give the --out folder of 'past train'")
-    return config.load(str(file))
+    return config.load(str(file), imports=False)
 
 
 def choose(run: Path, step: int | None) -> tuple[int, list[str]]:
@@ -105,7 +133,7 @@ def whole(run: Path) -> tuple[list[int], list[str]]:
     return [step for step, problem in problems.items() if problem is None], notes
 
 
-def _compare(saved: dict[str, Any], parts: Session, path: Path) -> list[str]:
+def _compare(saved: Any, parts: Session, path: Path) -> list[str]:
     changes = differences(saved, parts.identity)
     bad = [line for line in changes if line.startswith(tuple(f"{key}:" for key in _ESSENTIAL))]
     if bad:
@@ -166,8 +194,7 @@ def responses(at: Boundary, problems: Sequence[Problem], samples: int, role: str
 def save(run: Path, name: str, result: Mapping[str, Any]) -> Path:
     """Write RUN/probes/NAME.json."""
     file = run / "probes" / f"{name}.json"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(file, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     return file
 
 

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from past_opsd import stats
 from past_opsd.config import EvaluationSection
+from past_opsd.files import write_text
 from past_opsd.lab import Lab, Work
 from past_opsd.prompts import Prompts
 from past_opsd.tasks import Task
@@ -66,18 +67,31 @@ class Evaluation:
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), ensure_ascii=False) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(asdict(self), ensure_ascii=False) + "\n")
 
     @staticmethod
     def load(path: Path) -> Evaluation:
         """Read what `save` wrote."""
         try:
-            plain: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            plain["tasks"] = {name: TaskResult(**result) for name, result in plain["tasks"].items()}
-            return Evaluation(**plain)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PastError(f"{path}: not an evaluation written by this package ({error})") from None
+            found = _SCHEMA.validate_json(path.read_bytes(), strict=True)
+            found.check()
+        except (OSError, ValueError) as error:
+            reason = str(error).replace("\n", " ")
+            raise PastError(f"{path}: not an evaluation written by this package ({reason:.200})") from None
+        return found
+
+    def check(self) -> None:
+        """Every set has problems, and `samples` outcomes and answers for each."""
+        for name, result in self.tasks.items():
+            shapes = {len(row) for row in (*result.outcomes, *result.answers)}
+            counts = {len(result.problems), len(result.outcomes), len(result.answers)}
+            if shapes != {self.samples} or len(counts) != 1:
+                raise ValueError(f"'{name}' does not have {self.samples} outcomes and answers for each problem")
+        if not self.tasks or self.samples < 1:
+            raise ValueError("no outcomes")
+
+
+_SCHEMA = TypeAdapter(Evaluation)
 
 
 def stack(evaluations: Sequence[Evaluation]) -> dict[str, np.ndarray]:

@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, help="which checkpoint (default: the newest whole one)")
     parser.add_argument("--out", type=Path, help="folder to write (default RUN/export or RUN/export-merged)")
     parser.add_argument("--merge", action="store_true", help="write the whole model with the adapter merged in")
+    boundary.add_trust(parser)
     parser.add_argument("--push", metavar="REPO", help="also upload to this Hugging Face hub repository")
     parser.add_argument("--private", action="store_true", help="with --push: a repository made anew is private")
 
@@ -39,16 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the export and print what it is."""
     out = args.out or args.folder / ("export-merged" if args.merge else "export")
-    export(args.folder, out, step=args.step, merge=args.merge)
+    export(args.folder, out, step=args.step, merge=args.merge, trust=args.trust)
     print(f"{'model' if args.merge else 'adapter'}: {out}")
     if args.push:
         print(f"pushed: {push(out, args.push, args.private)}")
     return 0
 
 
-def export(run: Path, out: Path, *, step: int | None = None, merge: bool = False) -> Path:
+def export(run: Path, out: Path, *, step: int | None = None, merge: bool = False, trust: bool = False) -> Path:
     """Write the student of a checkpoint to `out`, which must not exist yet or hold an earlier export."""
     recipe = boundary.recipe_of(run)
+    remote = [name for name in boundary.code(recipe) if name.startswith("model.")]  # no other part is built
+    boundary.require_trust(run, remote, trust)
     source = checkpoint.folder(run, boundary.choose(run, step)[0])
     if out.exists() and any(out.iterdir()) and not (out / "README.md").is_file():
         raise PastError(f"{out} holds something else than an export; choose another --out")

@@ -256,6 +256,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--problems", type=int, default=64, help="problems (default %(default)s)")
     parser.add_argument("--samples", type=int, default=4, help="student responses a problem (default %(default)s)")
     parser.add_argument("--split", choices=("train", "evaluation"), default="train", help="whose problems")
+    boundary.add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
 
 
@@ -270,7 +271,7 @@ def run(args: argparse.Namespace) -> int:
         step, notes = boundary.choose(args.folder, args.step)
         steps = [step]
     console = Console()
-    with boundary.opened(args.folder, steps[0]) as at:
+    with boundary.opened(args.folder, steps[0], args.trust) as at:
         chosen = boundary.pick(_problems(at, args.split), args.problems, at.seed, "probe", "problems")
         results, files = [], []
         for step in steps:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from past_opsd.files import write_text
+
 PROFILED_CYCLE = 1  # the first one pays for warm-up
 
 
@@ -85,13 +87,12 @@ class Profile:
 
     def write(self, clock: Clock) -> None:
         """The breakdown and the time line of this process's part of the run."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         totals: dict[str, float] = defaultdict(float)
         for name, _, _, seconds in clock.events:
             totals[name] += seconds
         whole = sum(totals.values()) or 1.0
         plain = {name: {"seconds": round(s, 4), "share": round(s / whole, 4)} for name, s in ranked(totals)}
-        (self._folder / "phases.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+        write_text(self._folder / "phases.json", json.dumps(plain, indent=1) + "\n")
         origin = clock.events[0][2] if clock.events else 0.0
         trace = [
             {
@@ -106,7 +107,7 @@ class Profile:
             }
             for name, cycle, start, seconds in clock.events
         ]
-        (self._folder / "trace.json").write_text(json.dumps({"traceEvents": trace}) + "\n", encoding="utf-8")
+        write_text(self._folder / "trace.json", json.dumps({"traceEvents": trace}) + "\n")
 
 
 def ranked(seconds: Mapping[str, float]) -> list[tuple[str, float]]:

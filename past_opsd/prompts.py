@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import jinja2
+
 from past_opsd.config import PromptsSection
 from past_opsd.types import PastError, Problem, Tokens
 
@@ -127,5 +129,8 @@ class Prompts:
         if not template:
             raise PastError(f"prompts.{role} is empty, and this method needs it")
         message = [{"role": "user", "content": fill(template, fields)}]
-        text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **kwargs)
+        try:
+            text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **kwargs)
+        except jinja2.TemplateError as error:
+            raise PastError(f"the tokenizer's chat template cannot render prompts.{role}: {error}") from None
         return self.encode(text)

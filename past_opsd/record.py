@@ -9,6 +9,8 @@ continuations/cycle-00003.parquet     the teacher's, with the trajectory each be
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,8 +22,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from past_opsd.files import whole, writing
 from past_opsd.loop import Cycle
-from past_opsd.types import Attempt
+from past_opsd.types import Attempt, PastError
 
 SCHEMA = pa.schema(
     [
@@ -74,27 +77,42 @@ class Recorder:
     def rewind(self, next_cycle: int) -> None:
         """Forget everything from `next_cycle` on: a cycle after the last boundary leaves no trace."""
         for name in ("metrics.jsonl", "timings.jsonl"):
-            path = self._run / name
-            kept = [line for line in read_lines(path) if line["cycle"] < next_cycle]
-            text = "".join(json.dumps(line) + "\n" for line in kept)
-            path.write_text(text, encoding="utf-8")
+            if (self._run / name).exists():
+                _cut(self._run / name, next_cycle)
         for kind in ("rollouts", "continuations"):
             for path in (self._run / kind).glob("cycle-*.parquet"):
-                if int(path.stem.rpartition("-")[2]) >= next_cycle:
+                if _number(path) >= next_cycle:
                     path.unlink()
         for path in (self._run / "evaluations").glob("step-*.json"):
-            if int(path.stem.rpartition("-")[2]) > next_cycle:
+            if _number(path) > next_cycle:
                 path.unlink()
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        with (self._run / name).open("a", encoding="utf-8") as file:
+        path = self._run / name
+        with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def _parquet(self, kind: str, k: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        folder = self._run / kind
-        folder.mkdir(exist_ok=True)
         table = pa.Table.from_pylist([dict(row) for row in rows], schema=SCHEMA)
-        pq.write_table(table, folder / f"cycle-{k:05d}.parquet", compression="zstd")
+        with whole(self._run / kind / f"cycle-{k:05d}.parquet") as part:
+            pq.write_table(table, part, compression="zstd")
+
+
+def _cut(path: Path, next_cycle: int) -> None:
+    """Shorten, not write anew: a kill here must not cost the lines that stay."""
+    end = 0
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        if line and _parse(path, number, line)["cycle"] >= next_cycle:
+            break
+        end += len(line) + 1
+    with writing(path):
+        os.truncate(path, end)
+
+
+def _number(path: Path) -> int:
+    """The cycle or boundary a file is of; one that a person put there under another name is of none."""
+    found = re.fullmatch(r"(?:cycle|step)-([0-9]+)", path.stem)
+    return int(found[1]) if found else -1
 
 
 def peak_memory() -> float:
@@ -111,8 +129,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a JSON-lines file; a last line cut by a kill is left out."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    lines = path.read_bytes().split(b"\n")
+    return [_parse(path, number, line) for number, line in enumerate(lines[:-1], 1) if line]
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PastError(f"{path}:{number}: not a line that a run wrote ({error}); mend it or delete it") from None
+    if not isinstance(found, dict) or not isinstance(found.get("cycle"), int):
+        raise PastError(f"{path}:{number}: not a line that a run wrote; mend it or delete it")
+    return found
 
 
 def summarise(cycle: Cycle) -> dict[str, float]:

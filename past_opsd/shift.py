@@ -205,6 +205,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefixes", type=int, default=24, help="student prefixes (default %(default)s)")
     parser.add_argument("--completions", type=int, default=16, help="completions a prefix (default %(default)s)")
     parser.add_argument("--rollouts", type=int, default=16, help="pairs of rollouts a prefix (default %(default)s)")
+    boundary.add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
 
 
@@ -215,7 +216,7 @@ def run(args: argparse.Namespace) -> int:
             raise PastError(f"--{name} is {vars(args)[name]}; it must be at least {least}")
     step, notes = boundary.choose(args.folder, args.step)
     console = Console()
-    with boundary.opened(args.folder, step) as at:
+    with boundary.opened(args.folder, step, args.trust) as at:
         at.notes += notes
         with console.status(f"step {step}") if not args.json else nullcontext():
             result = shift(at, args.prefixes, args.completions, args.rollouts)

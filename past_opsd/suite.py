@@ -23,6 +23,7 @@ import numpy as np
 from past_opsd import config, profiling, stats, tables
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation, macro_avg, stack
+from past_opsd.files import write_text
 from past_opsd.record import read_lines
 from past_opsd.train import evaluation_steps
 from past_opsd.types import PastError
@@ -219,8 +220,7 @@ def _scores(label: str, outcomes: dict[str, np.ndarray], reference: dict[str, np
 def save(out: Path, result: Mapping[str, Any]) -> Path:
     """Write `OUT/SUITE/results.json`, `tables.md` and `tables.tex`; returns the folder."""
     folder = out / result["suite"]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (folder / "tables.md").write_text(tables.markdown(result), encoding="utf-8")
-    (folder / "tables.tex").write_text(tables.latex(result), encoding="utf-8")
+    write_text(folder / "results.json", json.dumps(result, indent=1) + "\n")
+    write_text(folder / "tables.md", tables.markdown(result))
+    write_text(folder / "tables.tex", tables.latex(result))
     return folder

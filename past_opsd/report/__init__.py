@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from past_opsd import boundary
 from past_opsd.report import data, figures, page, trajectories
 from past_opsd.report.data import Run
 from past_opsd.types import PastError
@@ -18,24 +19,29 @@ TRAJECTORIES = 12
 
 def render(runs: Sequence[Run], *, trajectories: int = TRAJECTORIES) -> str:
     """The report of one run or of many as HTML, with `trajectories` attempts of one run of each method."""
-    return _render(runs, trajectories, None)
+    return _render(runs, trajectories, None, False)
 
 
-def write(runs: Sequence[Run], out: Path, *, trajectories: int = TRAJECTORIES, figures: bool = True) -> Path:
-    """Write the report to `out`, whole or not at all; `figures` puts SVG and PDF files into `figures/` beside it."""
+def write(
+    runs: Sequence[Run], out: Path, *, trajectories: int = TRAJECTORIES, figures: bool = True, trust: bool = False
+) -> Path:
+    """Write the report to `out`, whole or not at all; `figures` puts SVG and PDF files into `figures/` beside it.
+
+    Code that the runs' recipes name is run, for the trajectories, only with `trust`.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
-    _replace(out, _render(runs, trajectories, out.parent / "figures" if figures else None))
+    _replace(out, _render(runs, trajectories, out.parent / "figures" if figures else None, trust))
     return out
 
 
-def _render(runs: Sequence[Run], count: int, folder: Path | None) -> str:
+def _render(runs: Sequence[Run], count: int, folder: Path | None, trust: bool) -> str:
     methods = data.methods(runs)
     found = figures.figures(list(runs))
     files: Mapping[str, list[str]] = {}
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         files = {f.name: [f"{folder.name}/{path.name}" for path in figures.save(f, folder)] for f in found}
-    browser = trajectories.collect(methods, count)
+    browser = trajectories.collect(methods, count, trust)
     return page.page(page.Content(list(runs), methods, found, browser, files))
 
 
@@ -67,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="attempts of each method in the trajectory browser; 0 leaves it out (default %(default)s)",
     )
+    boundary.add_trust(parser)
     parser.add_argument("--figures", action="store_true", help="also write each figure as SVG and PDF beside the page")
 
 
@@ -81,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         raise PastError(f"--out {out} is a folder; give the name of a file, e.g. {out / 'index.html'}")
     began = time.monotonic()
     runs = data.find(args.runs)
-    write(runs, out, trajectories=args.trajectories, figures=args.figures)
+    write(runs, out, trajectories=args.trajectories, figures=args.figures, trust=args.trust)
     size = out.stat().st_size / 1e6
     print(f"{out}: {len(runs)} run{'s' if len(runs) > 1 else ''}, {size:.2f} MB, {time.monotonic() - began:.1f} s")
     return 0

@@ -107,7 +107,7 @@ def _below(path: Path, depth: int) -> list[Path]:
 
 def load(folder: Path) -> Run:
     """One run; it may be in training still."""
-    recipe = config.load(folder / "recipe.toml")
+    recipe = config.load(folder / "recipe.toml", imports=False)  # the folder may be somebody else's
     metrics = read_lines(folder / "metrics.jsonl")
     last = metrics[-1]["cycle"] + 1 if metrics else 0
     completed = max([last, *checkpoint.steps(folder)])

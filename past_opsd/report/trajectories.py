@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from past_opsd import checkpoint
+from past_opsd import boundary, checkpoint, config
 from past_opsd.losses import Entrywise, Match, MatchPlusCE
 from past_opsd.methods import Method
 from past_opsd.model import Model
@@ -169,8 +169,11 @@ def choose(rows: Sequence[Row], count: int, seed: int) -> list[Row]:
     return sorted(taken, key=lambda row: row["trajectory"])
 
 
-def collect(methods: Sequence[Compared], count: int) -> dict[str, Any]:
-    """What the page embeds: `count` attempts of one run of each method, or the reason why there are none."""
+def collect(methods: Sequence[Compared], count: int, trust: bool = False) -> dict[str, Any]:
+    """What the page embeds: `count` attempts of one run of each method, or the reason why there are none.
+
+    A run is opened for this, and code that its recipe names is run only with `trust`.
+    """
     vocabulary = Vocabulary()
     runs: list[dict[str, Any]] = []
     trajectories: list[dict[str, Any]] = []
@@ -178,6 +181,7 @@ def collect(methods: Sequence[Compared], count: int) -> dict[str, Any]:
         notes: list[str] = []
         for run in method.runs.values():
             try:
+                boundary.require_trust(run.folder, boundary.code(run.recipe), trust)
                 found, about = _run(run, count, vocabulary, len(runs))
             except PastError as error:
                 notes.append(f"{run.folder.name}: {error}")
@@ -207,7 +211,7 @@ def _run(run: Run, count: int, vocabulary: Vocabulary, index: int) -> tuple[list
             raise PastError(f"{path.name} is damaged: {problem}")
     shares = [count // len(cycles) + (i < count % len(cycles)) for i in range(len(cycles))]
     out: list[dict[str, Any]] = []
-    with session(run.recipe) as parts:
+    with session(config.load(run.folder / "recipe.toml")) as parts:
         problems = {p.id: p for p in parts.task.train()}
         scribe = _Scribe(parts, vocabulary)
         for cycle, share in zip(cycles, shares, strict=True):
@@ -236,7 +240,7 @@ def _nothing(run: Path) -> str:
 def _load(parts: Session, path: Path) -> None:
     checkpoint.load_adapter(parts.model, "student", path)
     checkpoint.load_adapter(parts.model, "teacher", path / "teacher")
-    parts.loop.method.restore(checkpoint.read_state(path)["method"])
+    checkpoint.restore_method(path, parts.loop.method)
 
 
 def _rows(folder: Path, cycle: int) -> list[Row]:

@@ -160,6 +160,8 @@ def _text(role: str, value: Any) -> str:
         return str(value)
     if not isinstance(value, str):
         raise _BadRowError(f"'{role}' must be a text, found {value!r:.80}")
+    if any("\ud800" <= c <= "\udfff" for c in value):
+        raise _BadRowError(f"'{role}' holds half of a surrogate pair, which is no character: {value!a:.80}")
     return value
 
 

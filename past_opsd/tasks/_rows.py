@@ -102,7 +102,7 @@ def _parquet(path: Path, name: str, wanted: Wanted) -> Iterator[Row]:
                 for data in batch.to_pylist():
                     number += 1
                     yield Row(f"{path}: row {number}", f"{name}:{number}", data)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, OverflowError, MemoryError, pa.ArrowException) as error:  # a damaged file asks for all
         raise PastError(f"{path}: cannot be read as Parquet ({error})") from None
 
 
@@ -140,7 +140,7 @@ def _hub(source: str, wanted: Wanted) -> Iterator[Row]:
             f"{source}: cannot be loaded ({error}). Is the name right and the hub within reach? Without a network, "
             "name a local copy: a .jsonl or .parquet file, or a folder of them."
         ) from None
-    except (OSError, ValueError, KeyError, DatasetsError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, DatasetsError) as error:
         raise PastError(f"{source}: cannot be loaded ({_first_line(error)})") from None
     data = data.select_columns(wanted(data.column_names))
     for number, row in enumerate(data, 1):

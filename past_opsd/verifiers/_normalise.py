@@ -49,6 +49,7 @@ _RATIONAL = re.compile(
     r"(?P<sign>[+-]?)\s*(?:(?P<whole>\d+)(?:\s*/\s*(?P<over>\d+))?|\\[dtc]?frac\{(?P<top>\d+)\}\{(?P<under>\d+)\})"
 )
 _OPENING, _CLOSING = "([{", ")]}"
+_LONGEST = 2000  # Python converts no more than 4300 digits
 
 
 def drop_invisible(text: str) -> str:
@@ -77,7 +78,7 @@ def unicode_scripts(text: str) -> str:
 def unicode_fractions(text: str) -> str:
     r"""`½` and `1⁄2` are \frac{1}{2}; `1½` keeps its whole part in front and so is a mixed number."""
     text = "".join(unicodedata.normalize("NFKC", c) if _is_vulgar(c) else c for c in _part(text))
-    return re.sub(r"(\d+)\s*⁄\s*(\d+)", r"\\frac{\1}{\2}", text)
+    return re.sub(r"(?<!\d)(\d++)\s*+⁄\s*(\d+)", r"\\frac{\1}{\2}", text)
 
 
 def _part(text: str) -> str:
@@ -191,7 +192,8 @@ def mixed_numbers(text: str) -> str:
 
     def mixed(m: re.Match[str]) -> str:
         whole, top, bottom = m.groups()
-        return rf"{whole}\frac{{{top}}}{{{bottom}}}" if 0 < int(top) < int(bottom) else m[0]
+        proper = len(m[0]) <= _LONGEST and 0 < int(top) < int(bottom)
+        return rf"{whole}\frac{{{top}}}{{{bottom}}}" if proper else m[0]
 
     return _MIXED.sub(mixed, text)
 
@@ -201,6 +203,8 @@ def repeating_decimals(text: str) -> str:
 
     def fraction(m: re.Match[str]) -> str:
         whole, fixed, cycle = m.groups()
+        if len(m[0]) > _LONGEST:
+            return m[0]
         bottom = (10 ** len(cycle) - 1) * 10 ** len(fixed)
         top = int(whole + fixed + cycle) - int(whole + fixed or "0")
         return rf"\frac{{{top}}}{{{bottom}}}"
@@ -289,7 +293,7 @@ def has_adjacent_numbers(text: str) -> bool:
 
 def rational(text: str) -> Fraction | None:
     r"""The value of `-42`, `7/9` or `-\\frac{7}{9}`; None for anything else, decimals too."""
-    number = _RATIONAL.fullmatch(text)
+    number = _RATIONAL.fullmatch(text) if len(text) <= _LONGEST else None
     if number is None:
         return None
     bottom = int(number["over"] or number["under"] or 1)

@@ -18,6 +18,7 @@ from typing import IO, Any
 from pydantic import ValidationError
 
 from past_opsd.config import plugin
+from past_opsd.files import writing
 from past_opsd.types import PastError, Problem, Response, Verdict
 from past_opsd.verifiers import Verifier
 
@@ -204,12 +205,13 @@ def _replacing(out: Path | None) -> Iterator[IO[bytes] | None]:
     except OSError as error:
         raise PastError(f"{out}: cannot be written ({error.strerror}). Give --out a folder that exists.") from None
     try:
-        with os.fdopen(handle, "wb") as sink:
-            yield sink
-            sink.flush()
-            os.fsync(sink.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, out)
+        with writing(out):
+            with os.fdopen(handle, "wb") as sink:
+                yield sink
+                sink.flush()
+                os.fsync(sink.fileno())
+            os.chmod(name, 0o644)
+            os.replace(name, out)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise

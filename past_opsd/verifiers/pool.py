@@ -31,6 +31,7 @@ _TELL_EVERY = 30.0
 _START_LIMIT = 120.0
 _START_TRIES = 3
 _MAX_CRASHES = 2
+_LOOK_EVERY = 0.5
 
 
 class Lost(Enum):
@@ -245,9 +246,18 @@ def _limit_cpu(seconds: float) -> None:
     _lower(resource.RLIMIT_CPU, int(time.process_time() + seconds) + 2)
 
 
+def _follow(parent: int) -> None:
+    """End this process, with what it started, once its parent is gone: a task that waits uses no CPU time."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_EVERY)
+    os.killpg(0, signal.SIGKILL)
+
+
 def _serve(target: str, timeout: float, memory_mb: int, argument: str) -> None:
     """The worker's life: import, say so, then answer line by line until its input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform != "win32":  # where a process keeps the number of a dead parent
+        threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing a library prints may look like an answer
     _limit_memory(memory_mb)

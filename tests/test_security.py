@@ -1,0 +1,303 @@
+"""Nothing that is loaded runs code, unless a person asked for it. Every bait leaves a mark when it is taken."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import Quiet
+from safetensors.torch import load_file
+
+from past_opsd import boundary, checkpoint, cli, config, export, serve, watch
+from past_opsd.config import ModelSection, Recipe
+from past_opsd.model import Model, load_tokenizer
+from past_opsd.pretrained import hardware, load_network, read_config
+from past_opsd.prompts import Prompts
+from past_opsd.report.data import find
+from past_opsd.tasks import dataset, embedded
+from past_opsd.train import assemble, train
+from past_opsd.types import PastError, Problem, Response
+from past_opsd.verifiers import boxed_math
+
+TINY = ["run.cycles=1", "rollout.problems_per_cycle=2", "evaluation.at=[]", "model.lora.rank=2"]
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Iterator[Path]:
+    """A file that nothing may make; the test ends by looking for it."""
+    file = tmp_path / "taken"
+    yield file
+    assert not file.exists(), "code was run"
+
+
+class Bait:
+    def __init__(self, mark: Path):
+        self._mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self._mark,)
+
+
+def taken(mark: Path) -> bool:
+    """Whether the mark is there; it is taken away for what comes next."""
+    found = mark.exists()
+    mark.unlink(missing_ok=True)
+    return found
+
+
+def test_the_baits_work(mark: Path):
+    pickle.loads(pickle.dumps(Bait(mark)))
+    assert taken(mark)
+
+
+# Checkpoints and models
+
+
+@pytest.fixture
+def recipe(small_recipe) -> Recipe:
+    return small_recipe("embedded/past", *TINY)
+
+
+def test_pickles_in_a_checkpoint_are_left_alone(
+    mark: Path, finished: Path, tmp_path: Path, recipe: Recipe, quiet: Quiet
+):
+    shutil.copytree(finished, tmp_path / "run")
+    path = checkpoint.folder(tmp_path / "run", 1)
+    names = ("optimizer.pt", "adapter_model.bin", "pytorch_model.bin", "training_args.bin", "rng_state.pth", "x.pkl")
+    for name in names:
+        torch.save(Bait(mark), path / name)
+        torch.save(Bait(mark), path / "teacher" / name)
+    assert train(recipe, tmp_path / "run", True, quiet).finished
+    (path / "adapter_model.safetensors").unlink()
+    parts = assemble(recipe)
+    with pytest.raises(PastError, match="cannot be read as safetensors"):
+        checkpoint.load_adapter(parts.model, "student", path)
+    parts.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the embedded model, to be made dangerous."""
+    return Path(shutil.copytree(embedded.model_path(), tmp_path / "model"))
+
+
+def section(folder: Path, **settings) -> ModelSection:
+    return ModelSection.model_validate({"path": str(folder)} | settings)
+
+
+def edit(file: Path, **entries) -> None:
+    plain = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(plain | entries))
+
+
+def test_a_pickle_instead_of_weights_is_refused(mark: Path, folder: Path):
+    torch.save({"model.embed_tokens.weight": Bait(mark)}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(PastError, match=r"model\.path: .*cannot be loaded"):
+        load_network(section(folder), str(folder), hardware(section(folder)))
+
+
+def test_plain_tensors_in_a_pickle_are_weights(mark: Path, folder: Path):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    _, network = load_network(section(folder), str(folder), hardware(section(folder)))
+    assert sum(p.numel() for p in network.parameters()) > 1000
+
+
+CODE = """
+from pathlib import Path
+Path({mark!r}).touch()
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+class Own(PretrainedConfig):
+    model_type = "own"
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def with_code(folder: Path, mark: Path) -> None:
+    (folder / "own.py").write_text(CODE.format(mark=str(mark)))
+    edit(
+        folder / "config.json", model_type="own", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    )
+
+
+def test_code_in_a_model_folder_is_run_only_when_trusted(
+    mark: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    with_code(folder, mark)
+    for load in (read_config, lambda s: load_network(s, s.path, hardware(s)), Model):
+        with pytest.raises(PastError, match=r"model\.trust_remote_code"):
+            load(section(folder))
+        assert not mark.exists()
+    read_config(section(folder, trust_remote_code=True))
+    assert taken(mark)
+
+
+def test_code_in_a_tokenizer_folder_is_run_only_when_trusted(
+    mark: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (folder / "own.py").write_text(CODE.format(mark=str(mark)))
+    names = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    edit(folder / "tokenizer_config.json", **names)
+    load_tokenizer(section(folder))  # of a known architecture, so the library's own class is there to take its place
+    assert not mark.exists()
+    with_code(folder, mark)
+    with pytest.raises(PastError, match=r"model\.trust_remote_code"):
+        load_tokenizer(section(folder))
+    assert not mark.exists()
+    load_tokenizer(section(folder, trust_remote_code=True))
+    assert taken(mark)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ cycler.__init__.__globals__.os.system('touch MARK') }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ self.__init__.__globals__.__builtins__.open('MARK', 'w') }}",
+        "{% for c in ().__class__.__base__.__subclasses__() %}{{ c.__name__ }}{% endfor %}",
+        "{{ messages.__class__.__init__.__globals__ }}",
+        "{% set x = messages.clear() %}{{ raise_exception.__globals__ }}",
+    ],
+    ids=range(6),
+)
+def test_a_chat_template_is_rendered_in_a_sandbox(mark: Path, folder: Path, recipe: Recipe, template: str):
+    (folder / "chat_template.jinja").write_text(template.replace("MARK", str(mark)))
+    with pytest.raises(PastError, match=r"chat template cannot render prompts\.student"):
+        Prompts(load_tokenizer(section(folder)), recipe.prompts).student(Problem("a", "1+1", "2", "2"))
+    with pytest.raises(PastError, match="chat template"):
+        assemble(recipe.model_copy(update={"model": section(folder)}))
+
+
+# Data
+
+
+def options(source: Path | str) -> dataset.Options:
+    return dataset.Options.model_validate({"train": str(source), "evaluation": {"a": str(source)}})
+
+
+def test_a_script_in_a_dataset_folder_is_not_run(mark: Path, tmp_path: Path):
+    pytest.importorskip("datasets")
+    place = tmp_path / "scripted"
+    place.mkdir()
+    (place / "scripted.py").write_text(f"from pathlib import Path\nPath({str(mark)!r}).touch()\n")
+    for source in (place, f"hf:{place}"):
+        with pytest.raises(PastError, match=str(place)):
+            dataset.build(options(source))
+
+
+def test_pickles_in_a_table_stay_bytes(mark: Path, tmp_path: Path):
+    """A column of pickles, and a column whose type asks the reader to unpickle something."""
+    payload = pickle.dumps(Bait(mark))
+    kind = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": payload}
+    typed = pa.field("extra", pa.binary(), metadata=kind)
+    rows = [pa.array([r"1+1"]), pa.array([r"\boxed{2}"]), pa.array([payload]), pa.array([payload])]
+    fields = [pa.field("problem", pa.string()), pa.field("solution", pa.string()), pa.field("more", pa.binary()), typed]
+    pq.write_table(pa.table(rows, schema=pa.schema(fields)), tmp_path / "a.parquet")
+    (problem,) = dataset.build(options(tmp_path / "a.parquet")).train()
+    assert problem.extra["more"] == payload
+
+
+def test_an_answer_is_never_evaluated(mark: Path):
+    said = rf"\boxed{{__import__('pathlib').Path('{mark}').touch()}}"
+    with boxed_math.BoxedMath(boxed_math.Options(workers=1)) as verifier:
+        problem = Problem("a", "1+1", "2", r"\frac{x}{2}")
+        assert not verifier.verify([(problem, Response((), said, (), True))])[0].correct
+
+
+# Other people's runs
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, small_recipe) -> Path:
+    folder = tmp_path_factory.mktemp("security") / "run"
+    train(small_recipe("embedded/past", *TINY), folder, False, Quiet())
+    return folder
+
+
+@pytest.fixture
+def foreign(mark: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A finished run of somebody else, whose recipe names a module that lies within reach."""
+    folder = Path(shutil.copytree(finished, tmp_path / "foreign"))
+    code = f"from pathlib import Path\nPath({str(mark)!r}).touch()\nfrom past_opsd.tasks.embedded import *\n"
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").write_text(code)
+    (tmp_path / "theirs" / "task.py").write_text(code)
+    text = (folder / "recipe.toml").read_text()
+    assert text.count('name = "embedded"') == 1
+    (folder / "recipe.toml").write_text(text.replace('name = "embedded"', 'name = "theirs.task"'))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] == "theirs"]:
+        del sys.modules[name]
+
+
+def test_a_recipe_of_ones_own_runs_the_code_it_names(mark: Path, foreign: Path):
+    config.load(foreign / "recipe.toml")
+    assert taken(mark)
+
+
+def test_looking_at_a_run_of_somebody_else_runs_nothing(mark: Path, foreign: Path, capsys: pytest.CaptureFixture[str]):
+    (run,) = find([foreign])
+    assert run.recipe.task.name == "theirs.task"
+    assert config.dump(run.recipe)["task"]["train_problems"] == 60
+    assert cli.main(["report", str(foreign)]) == 0
+    assert "theirs.task" in (foreign / "report" / "index.html").read_text()
+    assert export.export(foreign, foreign / "export").is_dir()
+    assert "theirs.task" in (foreign / "export" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("command", ["probe", "shift"])
+def test_working_with_a_run_of_somebody_else_asks_first(
+    mark: Path, foreign: Path, command: str, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main([command, str(foreign)]) == 2
+    assert "would run code from outside the package: task.name = 'theirs.task'" in capsys.readouterr().err
+    assert not mark.exists()
+
+
+def test_a_run_of_somebody_else_is_opened_when_trusted(mark: Path, foreign: Path):
+    with boundary.opened(foreign, 1, trust=True) as at:
+        assert taken(mark)
+        assert at.step == 1
+
+
+def test_a_run_that_trusts_remote_code_is_not_trusted_itself(mark: Path, foreign: Path):
+    text = (foreign / "recipe.toml").read_text()
+    (foreign / "recipe.toml").write_text(text.replace("trust_remote_code = false", "trust_remote_code = true"))
+    with pytest.raises(PastError, match=r"model\.trust_remote_code = true.*--trust"):
+        export.export(foreign, foreign / "export")
+    with pytest.raises(PastError, match=r"task\.name = 'theirs\.task', model\.trust_remote_code = true.*--trust"):
+        boundary.opened(foreign, 1).__enter__()
+
+
+def test_a_verifier_of_somebody_else_is_told(foreign: Path, recipe: Recipe, small_recipe):
+    other = small_recipe("embedded/past", *TINY, "verifier.name='function'", "verifier.path='os:remove'")
+    assert boundary.code(other) == ["verifier.path = 'os:remove'"]
+    assert boundary.code(recipe) == []
+
+
+# Servers
+
+
+def test_servers_are_for_this_machine_alone(tmp_path: Path):
+    with watch.serve([tmp_path]) as server:
+        assert server.server_address[0] == "127.0.0.1"
+    for module in (watch, serve):
+        parser = argparse.ArgumentParser()
+        module.add_arguments(parser)
+        assert parser.get_default("host") == "127.0.0.1"
+    words = serve.command(config.load("embedded/past"), parser.get_default("host"), 8000)
+    assert words[words.index("--host") + 1] == "127.0.0.1"
