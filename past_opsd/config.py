@@ -87,6 +87,13 @@ class ModelSection(Section):
     lora: LoraSection = LoraSection()  # pyright: ignore[reportCallIssue]
 
 
+class ExampleSection(Section):
+    """A solved problem that a model reads before every prompt, as an earlier exchange."""
+
+    user: str = Field(description="what was asked")
+    assistant: str = Field(description="what was answered")
+
+
 class PromptsSection(Section):
     """What each role reads; fields are {problem}, {student_output}, {reference_solution}, {hint}."""
 
@@ -101,6 +108,7 @@ class PromptsSection(Section):
     student_kwargs: dict[str, Any] = Field({}, description="chat_template_kwargs of the student's prompt")
     teacher_kwargs: dict[str, Any] = Field({}, description="chat_template_kwargs of every teacher prompt")
     evaluation_kwargs: dict[str, Any] = Field({}, description="chat_template_kwargs in evaluation")
+    examples: list[ExampleSection] = Field([], description="earlier exchanges, for models that do not know the format")
     strip_thinking: bool = Field(False, description="cut <think> blocks out of {student_output}")
 
 
@@ -344,6 +352,8 @@ def _write_table(section: BaseModel, prefix: str, out: list[str]) -> None:
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        value = value.model_dump()
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):

@@ -1,7 +1,8 @@
 """What each role reads: the only place where privilege is written into a prompt.
 
-Every prompt is one user message rendered by the tokenizer's own chat template, ending where the assistant's turn
-begins, as token ids. The outcome R enters none of them: `hindsight` sees a problem and a text, never a verdict.
+Every prompt is one user message, after the recipe's examples, rendered by the tokenizer's own chat template, ending
+where the assistant's turn begins, as token ids. The outcome R enters none of them: `hindsight` sees a problem and a
+text, never a verdict.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Prompts:
             )
         self._tokenizer = tokenizer
         self._section = section
+        turns = [turn for e in section.examples for turn in (("user", e.user), ("assistant", e.assistant))]
+        self._before = [{"role": role, "content": text} for role, text in turns]
 
     def student(self, problem: Problem) -> Tokens:
         """X for the student."""
@@ -128,7 +131,7 @@ class Prompts:
         template = self._section.__dict__[role]
         if not template:
             raise PastError(f"prompts.{role} is empty, and this method needs it")
-        message = [{"role": "user", "content": fill(template, fields)}]
+        message = [*self._before, {"role": "user", "content": fill(template, fields)}]
         try:
             text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **kwargs)
         except jinja2.TemplateError as error:

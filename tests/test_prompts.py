@@ -37,6 +37,16 @@ def test_rendered_by_the_tokenizers_own_template(tokenizer):
     assert tokenizer.decode(prompts(tokenizer).student(PROBLEM)) == text
 
 
+def test_examples_are_earlier_exchanges_of_every_roles_chat(tokenizer):
+    example = "prompts.examples=[{user='Problem: 1*2', assistant='2'}]"
+    plain, shown = prompts(tokenizer), prompts(tokenizer, example)
+    earlier = [{"role": "user", "content": "Problem: 1*2"}, {"role": "assistant", "content": "2"}]
+    for role in ("student", "reference", "removed"):
+        own, with_example = (tokenizer.decode(getattr(p, role)(PROBLEM)) for p in (plain, shown))
+        assert with_example.endswith(own)
+        assert with_example.removesuffix(own) == tokenizer.apply_chat_template(earlier, tokenize=False)
+
+
 def test_hindsight_keeps_the_papers_field_order(tokenizer):
     text = tokenizer.decode(prompts(tokenizer).hindsight(PROBLEM, "6*7=2; 2*3=5; "))
     positions = [text.index(part) for part in ("6*7*3*4", "6*7=2; 2*3=5; ", PROBLEM.solution)]
