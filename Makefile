@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-vllm triton check format bench clean
+.PHONY: demo test test-vllm triton chaos check format bench clean
 
 demo: $(READY)
 	$(BIN)/past demo
@@ -49,6 +49,10 @@ test-vllm: $(VENV)-vllm/.ready
 # With Triton there, `make test` runs the loss's GPU kernel too, in Triton's interpreter.
 triton: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt triton
+
+# Kills, full disks, dead workers: every one that a short run can meet. `make test` has a short form of it.
+chaos: $(READY)
+	$(BIN)/python scripts/chaos.py
 
 $(VENV)-vllm/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-vllm

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from past_opsd import packing
+from past_opsd import attention, packing
 from past_opsd.config import ModelSection
 from past_opsd.distributed import World
 from past_opsd.pretrained import Choice, hardware, load_network, load_tokenizer, resolve
@@ -91,6 +91,8 @@ class Network:
     def __init__(self, section: ModelSection, path: str, choice: Choice | None = None):
         self.choice = choice or hardware(section)
         self.config, self.network = load_network(section, path, self.choice)
+        if self.choice.attention == "sdpa":
+            cast(Any, self.network).set_attn_implementation(attention.NAME)
         self.device = cast(Any, self.network).get_input_embeddings().weight.device
         self._scale = self._logit_scale(path)
         self._prove(path)
@@ -149,6 +151,8 @@ class Network:
             if self.choice.attention == "eager":  # adds its mask to the scores
                 lowest = torch.finfo(self.head.dtype).min
                 mask = torch.zeros_like(mask, dtype=self.head.dtype).masked_fill_(~mask, lowest)
+            else:
+                mask = attention.SharedMask.of(mask, packed.rows)
             arguments = {"attention_mask": mask, "position_ids": packed.positions.to(self.device)}
         backbone = cast(Any, self.network).base_model
         states = backbone(input_ids=packed.ids.to(self.device), use_cache=False, **arguments).last_hidden_state
@@ -343,6 +347,7 @@ class Model(Network):
         """A phase: inside it exactly this adapter's parameters are trainable; outside none are."""
         self._phase = adapter
         self.activate(adapter)
+        self._folded = None  # the phase moves the adapter, and its activations need the room
         self._checkpointing(True)
         try:
             yield

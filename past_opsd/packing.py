@@ -8,7 +8,7 @@ itself, so every row of hidden states and every gradient is what the path would 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,12 +20,16 @@ WORTH = 1024  # positions; below it the mask and the longer rows cost what they 
 
 @dataclass(frozen=True)
 class Packed:
-    """One forward: ids and positions [B, L], the mask, and where each path's predictions stand in [B * L]."""
+    """One forward: ids and positions [B, L], the mask, and where each path's predictions stand in [B * L].
+
+    `rows` of shared rows: the prompt's length and the lengths of what follows it, response by response.
+    """
 
     ids: Tensor
     positions: Tensor
     mask: Tensor
     index: Tensor
+    rows: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
 def plain(paths: Sequence[tuple[View, Tokens]]) -> Packed:
@@ -57,9 +61,8 @@ def shared(paths: Sequence[tuple[View, Tokens]]) -> Packed:
         ids[row, :start] = torch.tensor(prompt)
         positions[row, :start] = torch.arange(start)
         segments[row, :start] = 0
-        first = torch.tensor(
-            [row * width + start - 1]
-        )  # every response's first token is predicted by the prompt's last
+        # Every response's first token is predicted by the prompt's last.
+        first = torch.tensor([row * width + start - 1])
         for segment, i in enumerate(members, 1):
             tokens = paths[i][1]
             stop = start + len(tokens) - 1
@@ -71,7 +74,8 @@ def shared(paths: Sequence[tuple[View, Tokens]]) -> Packed:
     same = segments[:, :, None] == segments[:, None, :]
     causal = torch.ones(width, width, dtype=torch.bool).tril()
     mask = (same | (segments == 0)[:, None, :]) & causal | torch.eye(width, dtype=torch.bool)
-    return Packed(ids, positions, mask[:, None], torch.cat(index))
+    rows = [(len(prompt), [len(paths[i][1]) - 1 for i in members]) for prompt, members in groups.items()]
+    return Packed(ids, positions, mask[:, None], torch.cat(index), rows)
 
 
 def row_length(prompt: Tokens, responses: Sequence[Tokens]) -> int:

@@ -392,10 +392,10 @@ def _continuable(folder: Path) -> Iterator[None]:
         yield
     except WriteError as error:
         path, _ = checkpoint.newest_whole(folder)
-        kept = "no boundary was complete yet; make room and start it with --resume"
+        kept = "no boundary was complete yet; put that right and start it again with --resume"
         if path is not None:
             step = checkpoint.read_state(path)["next_cycle"]
-            kept = f"the run is whole up to boundary {step}; make room and continue it from there with --resume"
+            kept = f"the run is whole up to boundary {step}; put that right and continue it from there with --resume"
         raise PastError(f"{error}; {kept}") from None
 
 

@@ -93,10 +93,11 @@ class Points:
     folder: Path
     fatal: Callable[[str], bool]
     report: Callable[[str], None]
-    count: int = 0
+    beginning: str = ""
+    """What the run goes on from, as long as no phase has begun: a resume has as much to lose as there is by then."""
 
     def reach(self, name: str, before: Callable[[], None] = lambda: None) -> None:
-        self.count += 1
+        name = self.beginning + name
         if self.fatal(name):
             before()
             self.report(name)
@@ -176,17 +177,18 @@ class _Torn(io.FileIO):
 class Display:
     """Phases are points too."""
 
-    def __init__(self, reach: Callable[[str], None]):
-        self._reach = reach
+    def __init__(self, points: Points):
+        self._points = points
 
     def phase(self, cycle: int, name: str) -> None:
-        self._reach(f"in {name} of {cycle}")
+        self._points.beginning = ""
+        self._points.reach(f"in {name} of {cycle}")
 
     def cycle(self, cycle: int, metrics: dict[str, float]) -> None:
-        self._reach(f"after cycle {cycle}")
+        self._points.reach(f"after cycle {cycle}")
 
     def evaluated(self, step: int, summary: dict[str, float]) -> None:
-        self._reach(f"after evaluation {step}")
+        self._points.reach(f"after evaluation {step}")
 
     def note(self, text: str) -> None: ...
 
@@ -217,12 +219,13 @@ def start(
         os.write(sink, text.encode())
 
     try:
-        points = Points(folder, fatal or (lambda name: False), report)
+        kept = checkpoint.newest_whole(folder)[0]
+        points = Points(folder, fatal or (lambda name: False), report, f"from {kept.name if kept else 'nothing'}: ")
         if fatal is not None:
             points.install()
         if setup is not None:
             setup()
-        train(recipe, folder, True, Display(points.reach))
+        train(recipe, folder, True, Display(points))
         os._exit(0)
     except PastError as error:
         report(str(error))
@@ -307,7 +310,8 @@ def kills(recipe: Recipe, folder: Path, expected: dict[str, bytes], thin: int, s
     watch = Watch(folder, expected)
 
     def plain(name: str) -> str:
-        return re.sub(r"\d+", "#", name) if thin > 1 else name
+        beginning, mark, rest = name.rpartition(": ")
+        return beginning + mark + (re.sub(r"\d+", "#", rest) if thin > 1 else rest)
 
     def fatal(name: str) -> bool:
         return plain(name) not in seen and derive_seed(seed, "point", plain(name)) % thin == 0
@@ -395,7 +399,7 @@ def disk(recipe: Recipe, folder: Path, expected: dict[str, bytes], step: int) ->
     try:
         while (end := run(recipe, folder / "run")).text:
             full += 1
-            _told(end)
+            _told(end, folder / "run")
             watch.look(f"full at {size} KiB")
             size += step
             _mount(folder, f"remount,size={size}k")
@@ -426,7 +430,7 @@ def limit(recipe: Recipe, folder: Path, expected: dict[str, bytes], thin: int) -
         if not end.text:
             break
         hit += 1
-        _told(end)
+        _told(end, folder)
         watch.look(f"no file beyond {size} bytes")
     _well(run(recipe, folder), "limit")
     same(folder, expected, f"{hit} limits on file sizes")
@@ -435,10 +439,13 @@ def limit(recipe: Recipe, folder: Path, expected: dict[str, bytes], thin: int) -
     return f"{hit} limits on file sizes in one run"
 
 
-def _told(end: End) -> None:
-    """One message that names the file, the reason and the way on."""
+def _told(end: End, folder: Path) -> None:
+    """One message that names the file, the reason and the way on; and nothing half-written takes up room."""
+    left = [str(path) for path in folder.rglob(".*")]
+    if left:
+        raise ChaosError(f"a full disk was left with {left}")
     if not re.fullmatch(
-        r"\S+: cannot be written, the disk is full [^;\n]*; [^;\n]*; make room and [^;\n]*--resume", end.text
+        r"\S+: cannot be written, the disk is full [^;\n]*; [^;\n]*; put that right and [^;\n]*--resume", end.text
     ):
         raise ChaosError(f"a full disk was told so: {end.text}")
 

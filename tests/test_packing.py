@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, GPTNeoXConfig, LlamaConfig
 
+import past_opsd.attention
 from past_opsd import packing
 from past_opsd.config import ModelSection
 from past_opsd.model import Network
@@ -75,7 +76,9 @@ ARCHITECTURES = {
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
-def test_a_shared_row_is_exact_or_not_used(tmp_path: Path, name: str, attention: str):
+def test_a_shared_row_is_exact_or_not_used(tmp_path: Path, name: str, attention: str, monkeypatch: pytest.MonkeyPatch):
+    by_parts, calls = past_opsd.attention._shared, []
+    monkeypatch.setattr(past_opsd.attention, "_shared", lambda *a: (calls.append(a[3]), by_parts(*a))[1])
     torch.manual_seed(0)
     made = ARCHITECTURES[name]()
     made.vocab_size, made.tie_word_embeddings = 64, False
@@ -83,7 +86,11 @@ def test_a_shared_row_is_exact_or_not_used(tmp_path: Path, name: str, attention:
     network = Network(ModelSection(path=str(tmp_path), attention=attention), str(tmp_path))
     assert network.shares_prompts is (name != "gemma3")
     generator = torch.Generator().manual_seed(1)
-    ids = [tuple(torch.randint(64, (n,), generator=generator).tolist()) for n in (40, 9, 14, 30, 5)]
-    paths = [(View("base", ids[0]), y) for y in ids[1:4]] + [(View("base", ids[4]), ids[1])]
+    ids = [tuple(torch.randint(64, (n,), generator=generator).tolist()) for n in (40, 9, 14, 1, 30, 5)]
+    paths = [(View("base", ids[0]), y) for y in ids[1:5]] + [(View("base", ids[5]), ids[1])]
+    calls.clear()
     alone, together = network.states(paths), network.states(paths, share=True)
+    # The dense mask would give the same; where torch's attention is used, only the parts are computed.
+    parts = [(40, [8, 13, 0, 29]), (5, [8])]
+    assert calls == ([parts] * 2 if attention == "sdpa" and name != "gemma3" else [])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)

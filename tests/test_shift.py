@@ -269,7 +269,7 @@ def test_drawn_completions_give_the_exact_decomposition_and_value(opened: Bounda
     spread = math.sqrt(exact.probabilities @ (theory.kl(exact.q, exact.p) - truth.total) ** 2 / M)
     assert found.total == pytest.approx(truth.total, abs=4 * spread)
     assert found.shift_corrected == pytest.approx(truth.shift, abs=4 * spread)
-    assert np.mean(seen[0].failed) == found.failure
+    assert np.mean(seen[0].failed) == pytest.approx(found.failure)
     eta = exact.probabilities @ ~exact.correct
     assert found.failure == pytest.approx(eta, abs=4 * math.sqrt(0.25 / M))
     g = theory.value_shift(exact.q, exact.p, exact.Q)

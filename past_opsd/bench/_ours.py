@@ -14,11 +14,10 @@ from typing import Any, Self, cast
 import torch
 
 from past_opsd import config
-from past_opsd.bench._products import Recorder, Replay
+from past_opsd.bench._products import CpuClock, Recorder, Replay
 from past_opsd.bench._worker import peak, serve
 from past_opsd.engines.torch import TorchEngine
 from past_opsd.loop import Cycle
-from past_opsd.profiling import Clock
 from past_opsd.train import Session, assemble
 from past_opsd.types import Problem, Response, Verdict
 from past_opsd.verifiers import Reason
@@ -111,7 +110,7 @@ class _Worker:
         return wall, cpu, (sum(prompts), sum(len(a.response.tokens) for a in attempts), sum(teacher))
 
     def breakdown(self, repeats: int) -> dict[str, tuple[float, float]]:
-        """By phase: seconds of it, and of its matrix products alone; medians, the two taking turns."""
+        """By phase: CPU seconds of it, and of its matrix products alone; medians, the two taking turns."""
         recorder = Recorder()
         with recorder:
             self._run(recorder.enter)
@@ -119,10 +118,9 @@ class _Worker:
         replay.run()
         whole, products = [], []
         for _ in range(repeats):
-            clock = Clock()
+            clock = CpuClock()
             self._run(clock.phase)
-            clock.stop()
-            whole.append(clock.seconds(0))
+            whole.append(clock.stop())
             products.append(replay.run())
         return {
             name: (statistics.median(w[name] for w in whole), statistics.median(p.get(name, 0.0) for p in products))

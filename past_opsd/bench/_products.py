@@ -80,6 +80,27 @@ def _place(value: Any) -> Any:
     return Place(storage.data_ptr(), storage.nbytes(), *layout)
 
 
+class CpuClock:
+    """This process's CPU seconds by phase: other load on the machine does not count."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._name: str | None = None
+        self._since = 0.0
+
+    def phase(self, name: str | None) -> None:
+        """The phase before ends here and this one begins."""
+        now = time.process_time()
+        if self._name is not None:
+            self._seconds[self._name] += now - self._since
+        self._name, self._since = name, now
+
+    def stop(self) -> dict[str, float]:
+        """The last phase ends; all of them."""
+        self.phase(None)
+        return dict(self._seconds)
+
+
 class Replay:
     """The recorded products on random numbers."""
 
@@ -108,14 +129,12 @@ class Replay:
 
     @torch.no_grad()
     def run(self) -> dict[str, float]:
-        """Seconds by phase."""
-        seconds: dict[str, float] = defaultdict(float)
-        current, began = "", time.perf_counter()
+        """CPU seconds by phase."""
+        clock = CpuClock()
+        current = ""
         for phase, operation, args, kwargs in self._calls:
             if phase != current:
-                now = time.perf_counter()
-                seconds[current] += now - began
-                current, began = phase, now
+                current = phase
+                clock.phase(phase)
             operation(*args, **kwargs)
-        seconds[current] += time.perf_counter() - began
-        return {phase: value for phase, value in seconds.items() if phase}
+        return clock.stop()

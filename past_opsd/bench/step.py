@@ -28,7 +28,7 @@ THEIRS = {"grpo": "TRL GRPOTrainer", "opsd": "TRL SDFTTrainer"}
 GOALS = {"grpo": 0.6, "opsd": 0.75}
 
 Breakdown = Mapping[str, tuple[float, float]]
-"""By phase: seconds, and seconds of its matrix products alone."""
+"""By phase: CPU seconds, and those of its matrix products alone."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,7 @@ def twin(method: str, plan: Plan, recipe: Recipe) -> _trl.Twin:
         targets=lora.targets,
         lr=optimizer.lr,
         max_grad_norm=optimizer.max_grad_norm,
+        before=[turn for e in recipe.prompts.examples for turn in (("user", e.user), ("assistant", e.assistant))],
         messages=[fill(student, {"problem": problem.text}) for problem in problems],
         solutions=[problem.solution for problem in problems],
         teacher_template="{prompt}" + rest,
@@ -166,7 +167,7 @@ def _ratios(method: str, ours: Line, theirs: Line) -> str:
 
 def _phases(breakdown: Breakdown) -> list[str]:
     """Our phases beside their matrix products, run alone."""
-    text = [f"{'our phase':26s}{'seconds':>10s}{'products':>10s}{'share':>10s}"]
+    text = [f"{'our phase':26s}{'CPU s':>10s}{'products':>10s}{'share':>10s}"]
     whole = sum(seconds for seconds, _ in breakdown.values())
     for name, (seconds, products) in breakdown.items():
         if seconds >= 0.001 * whole:

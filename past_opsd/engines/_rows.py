@@ -8,24 +8,19 @@ holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, Cache, DynamicCache
+from torch import Tensor
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from past_opsd.engines._lean import Lean
 from past_opsd.model import Model
 from past_opsd.types import PastError, Tokens
 
-GROUPED = "past_grouped"
 # A prefix that all prompts share is worth a forward of its own from this length on.
 SHARED_PREFIX = 32
 # Columns added to the buffers at least, when they are full.
@@ -262,40 +257,3 @@ def require_attention(model: Model) -> None:
             f"engine.name = 'torch' decodes networks that keep keys and values; '{model.section.path}' has {kinds}. "
             "Use engine.name = 'vllm'"
         )
-
-
-def grouped_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """One query a row: the heads that share keys and values are read as several queries of one head, uncopied."""
-    rows, heads, length, size = query.shape
-    groups = heads // key.shape[1]
-    if length > 1 or groups == 1 or kwargs.get("position_bias") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    folded = query.reshape(rows, key.shape[1], groups, size)
-    out = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(rows, 1, heads, value.shape[-1]), None
-
-
-@contextmanager
-def grouped(model: Model) -> Iterator[None]:
-    """Decode with `grouped_attention` where the model's attention is torch's own."""
-    if model.choice.attention != "sdpa":
-        yield
-        return
-    config = cast(Any, model.config)
-    config._attn_implementation = GROUPED
-    try:
-        yield
-    finally:
-        config._attn_implementation = "sdpa"
-
-
-AttentionInterface.register(GROUPED, grouped_attention)
-AttentionMaskInterface.register(GROUPED, sdpa_mask)

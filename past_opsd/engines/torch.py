@@ -17,7 +17,7 @@ from torch import Tensor
 from past_opsd.config import Sampling
 from past_opsd.engines import Request, StaleAdapterError
 from past_opsd.engines._draw import choose, uniforms_of
-from past_opsd.engines._rows import Rows, grouped, require_attention
+from past_opsd.engines._rows import Rows, require_attention
 from past_opsd.model import Model
 from past_opsd.types import Adapter, PastError, Response
 
@@ -62,7 +62,7 @@ class TorchEngine:
             # Sorting puts samples of one prompt side by side, so that they enter together and share its forward.
             chosen = [i for i, view in enumerate(views) if view.adapter == adapter]
             chosen.sort(key=lambda i: (len(views[i].prompt), views[i].prompt, i))
-            with self._model.sampling(adapter), grouped(self._model), torch.inference_mode():
+            with self._model.sampling(adapter), torch.inference_mode():
                 responses = self._decode([requests[i] for i in chosen], sampling)
             for i, response in zip(chosen, responses, strict=True):
                 out[i] = response

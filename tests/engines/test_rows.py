@@ -118,11 +118,3 @@ def test_a_recurrent_network_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(model.network, "_is_stateful", True)
     with pytest.raises(PastError, match=r"a recurrent state\. Use engine.name = 'vllm'"):
         build(Options(), model)
-
-
-def test_attention_is_put_back(tmp_path: Path):
-    model = network(tmp_path, "llama")
-    engine = publish(build(Options(batch=4), model), model)
-    with pytest.raises(IndexError):
-        engine.sample([Request(View("student", (999,)), 1)], HOT, model.versions)
-    assert model.config._attn_implementation == "sdpa"
