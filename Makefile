@@ -27,6 +27,12 @@ format: $(READY)
 bench: $(VENV)-bench/.ready
 	$(VENV)-bench/bin/past bench divergence --tokens 1024 --vocab 49152 --hidden 576
 	$(VENV)-bench/bin/past bench divergence --tokens 256 --vocab 151936 --hidden 2048
+	$(VENV)-bench/bin/past models pull smollm2-135m
+	$(VENV)-bench/bin/past bench rollout
+	$(VENV)-bench/bin/past bench rollout --recipe smollm2/past
+	$(VENV)-bench/bin/past bench step
+	$(VENV)-bench/bin/past bench shared
+	$(VENV)-bench/bin/past bench scaling
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try: make PYTHON=python3.12")'

@@ -40,6 +40,7 @@ class LocalBackend:
         os.environ.update(environment(section))
         # vLLM's engine core would otherwise start a process, where the trainer cannot see its errors.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its pages of settings would bury the run's own lines
         self._llm = _start(chosen)
         try:
             self._probe(base)
