@@ -52,7 +52,7 @@ class Boundary:
         self.notes = _compare(state.get("identity"), self.parts, path)
         checkpoint.load_adapter(self.parts.model, "student", path)
         checkpoint.load_adapter(self.parts.model, "teacher", path / "teacher")
-        checkpoint.restore_method(path, self.parts.loop.method)
+        checkpoint.restore_method(path, state, self.parts.loop.method)
         self.parts.loop.publish()
         self.step = step
 

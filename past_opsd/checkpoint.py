@@ -170,10 +170,10 @@ def restore(path: Path, model: Model, learner: Learner) -> dict[str, Any]:
     return state
 
 
-def restore_method(path: Path, method: Stateful) -> None:
-    """Put the method's own state back."""
+def restore_method(path: Path, state: Mapping[str, Any], method: Stateful) -> None:
+    """Put the method's own state back, from the checkpoint's plain data."""
     try:
-        method.restore(read_state(path)["method"])
+        method.restore(state["method"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PastError(f"{path}: the method's state cannot be used ({type(error).__name__}: {error})") from None
 

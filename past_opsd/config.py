@@ -111,6 +111,12 @@ class PromptsSection(Section):
     examples: list[ExampleSection] = Field([], description="earlier exchanges, for models that do not know the format")
     strip_thinking: bool = Field(False, description="cut <think> blocks out of {student_output}")
 
+    @property
+    def turns(self) -> list[dict[str, str]]:
+        """The examples as messages of a chat."""
+        pairs = [pair for e in self.examples for pair in (("user", e.user), ("assistant", e.assistant))]
+        return [{"role": role, "content": text} for role, text in pairs]
+
 
 class RolloutSection(Section):
     """The on-policy batch of one cycle."""

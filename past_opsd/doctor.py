@@ -261,13 +261,7 @@ def _match(attempt: Attempt, frozen: View) -> Term:
 
 def stir(parts: Session) -> None:
     """Move both adapters off the identity: at the start every divergence between them is exactly zero."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for adapter in ("student", "teacher"):
-            for parameter in parts.model.parameters(adapter).values():
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.add_(0.02 * noise.to(parameter.device, parameter.dtype))
-            parts.model.bump(adapter)
+    parts.model.stir(seed=7, scale=0.02)
     parts.loop.publish()
 
 

@@ -155,6 +155,7 @@ class Learner:
     """Two adapters, two optimizers, two step counters; one step per call."""
 
     def __init__(self, model: Model, section: LearnerSection, total_steps: int):
+        fused.require(section.implementation, model.head.device)  # now, not after the first rollouts
         self._model = model
         self._section = section
         self._total = total_steps

@@ -159,15 +159,25 @@ class Network:
         states = self._scaled(states.to(self.head.device))
         return states.flatten(0, 1)[packed.index.to(states.device)]
 
+    @property
+    def attention_kinds(self) -> set[str]:
+        """What the layers read: every earlier token, a window of them, or something else."""
+        plain = self.config.get_text_config().to_dict()
+        windowed = "sliding_attention" if plain.get("sliding_window") else "full_attention"
+        return set(plain.get("layer_types") or [windowed])
+
+    @property
+    def full_attention(self) -> bool:
+        """Whether every layer reads every earlier token."""
+        return self.attention_kinds == {"full_attention"}
+
     @cached_property
     def shares_prompts(self) -> bool:
         """Whether this network computes the same from a shared row: tried once, on a few tokens.
 
         Flash attention takes no such mask, a sliding window would be lost in it, ALiBi does not read positions.
         """
-        plain = self.config.get_text_config().to_dict()
-        kinds = set(plain.get("layer_types") or ["sliding" if plain.get("sliding_window") else "full_attention"])
-        if self.choice.attention not in ("sdpa", "eager") or kinds != {"full_attention"}:
+        if self.choice.attention not in ("sdpa", "eager") or not self.full_attention:
             return False
         ids = [1 + i % (len(self.head) - 1) for i in range(40)]
         prompt, responses = tuple(ids[:16]), [tuple(ids[16 + 5 * i : 24 + 5 * i]) for i in range(3)]
@@ -415,6 +425,15 @@ class Model(Network):
             return self.expert.states(paths, share)
         self.activate(adapter)
         return self.states(paths, share)
+
+    @torch.no_grad()
+    def stir(self, seed: int, scale: float) -> None:
+        """Move both adapters off the identity, for measurements: fresh ones do nothing, and agree exactly."""
+        draw = torch.Generator().manual_seed(seed)
+        for adapter in TRAINABLE:
+            for parameter in self._parameters[adapter].values():
+                parameter.add_(scale * torch.randn(parameter.shape, generator=draw).to(parameter))
+            self.bump(adapter)
 
     @property
     def folds(self) -> bool:

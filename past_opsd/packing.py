@@ -15,7 +15,7 @@ from torch import Tensor
 
 from past_opsd.types import Tokens, View
 
-WORTH = 1024  # positions; below it the mask and the longer rows cost what they save
+WORTH = 1024  # positions; below it, attending by parts and the longer rows cost what they save
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def row_length(prompt: Tokens, responses: Sequence[Tokens]) -> int:
 
 
 def pays(paths: Sequence[tuple[View, Tokens]]) -> bool:
-    """Whether sharing saves at least a third of the positions, and enough of them to be worth a dense mask."""
+    """Whether sharing saves at least a third of the positions, and enough of them to be worth the longer rows."""
     alone = sum(len(view.prompt) + len(tokens) - 1 for view, tokens in paths)
     saved = sum(len(view.prompt) for view, _ in paths) - sum(len(p) for p in {view.prompt for view, _ in paths})
     return saved >= WORTH and 3 * saved >= alone

@@ -70,8 +70,6 @@ class Prompts:
             )
         self._tokenizer = tokenizer
         self._section = section
-        turns = [turn for e in section.examples for turn in (("user", e.user), ("assistant", e.assistant))]
-        self._before = [{"role": role, "content": text} for role, text in turns]
 
     def student(self, problem: Problem) -> Tokens:
         """X for the student."""
@@ -131,7 +129,7 @@ class Prompts:
         template = self._section.__dict__[role]
         if not template:
             raise PastError(f"prompts.{role} is empty, and this method needs it")
-        message = [*self._before, {"role": "user", "content": fill(template, fields)}]
+        message = [*self._section.turns, {"role": "user", "content": fill(template, fields)}]
         try:
             text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **kwargs)
         except jinja2.TemplateError as error:

@@ -305,7 +305,7 @@ def _restore(parts: Session, folder: Path, display: Display) -> int:
     state = checkpoint.restore(path, parts.model, parts.learner)
     if checkpoint.folder(folder, state["next_cycle"]) != path:
         raise PastError(f"{path}: its state.json is that of boundary {state['next_cycle']}, so it is another run's")
-    checkpoint.restore_method(path, parts.loop.method)
+    checkpoint.restore_method(path, state, parts.loop.method)
     parts.loop.publish()
     if parts.world.first:
         checkpoint.set_aside(folder, after=state["next_cycle"])

@@ -14,8 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
@@ -25,7 +24,7 @@ from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
 from past_opsd.export import export
 from past_opsd.train import Outcome, train
-from past_opsd.types import PastError, Problem, Response, Verdict
+from past_opsd.types import Closing, PastError, Problem, Response, Verdict
 from past_opsd.verifiers import Reason
 
 Reward = Callable[..., Any]
@@ -373,7 +372,7 @@ def _path_of(function: Reward) -> str:
     return f"{function.__module__}:{function.__qualname__}"
 
 
-class RewardVerifier:
+class RewardVerifier(Closing):
     """Reward functions of the calling script, asked in this process: there is no time limit on them."""
 
     def __init__(self, functions: Sequence[Reward], weights: Sequence[float] | None, threshold: float):
@@ -384,14 +383,6 @@ class RewardVerifier:
         self._threshold = threshold
         names = ", ".join(_path_of(function) for function in functions)
         self.identity = f"rewards {names} weights {self._weights} threshold {threshold}"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Nothing was started."""

@@ -10,7 +10,8 @@ import hashlib
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 Adapter = Literal["student", "teacher", "base", "expert"]
 Tokens = tuple[int, ...]
@@ -18,6 +19,21 @@ Tokens = tuple[int, ...]
 
 class PastError(Exception):
     """A mistake a person can mend: the message says what was wrong, where, and what to do."""
+
+
+class Closing:
+    """What ends at the end of a `with`, by its `close`."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from largest import Largest
 
 from past_opsd import fused
 from past_opsd.fused import CLIP_ROWS, Job, Result
@@ -398,22 +398,6 @@ def test_inputs_that_are_views(run):
     want = fused.run("reference", live, frozen, head, bias, tokens, [Job(Match(0.05), weight)])
     found = run(live, frozen, head, wide[:, 0], long[:, 0], [Job(Match(0.05), weight)])
     assert_equal(found, want, EXACT)
-
-
-class Largest(TorchDispatchMode):
-    """The most bytes any tensor made under it has, the head's own views apart."""
-
-    def __init__(self, head):
-        super().__init__()
-        self.head = head.untyped_storage().data_ptr()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() != self.head:
-                self.bytes = max(self.bytes, tensor.nbytes)
-        return out
 
 
 def test_no_tensor_beyond_the_budget(call):

@@ -10,7 +10,7 @@ from past_opsd.config import OptimizerSection
 from past_opsd.learner import NonFiniteError, Path, bundle, gather_paths, learning_rate, micro_batches
 from past_opsd.losses import Imitate, Match, Reinforce, Stay
 from past_opsd.train import Session, session
-from past_opsd.types import Term, View
+from past_opsd.types import PastError, Term, View
 
 HINT, PLAIN = (1, 5, 7, 2, 9, 9), (1, 5, 2)
 
@@ -101,6 +101,15 @@ def test_micro_batching_and_padding_do_not_change_the_update(small_recipe, budge
     split = update(small_recipe, some_terms()[::-1], f"learner.token_budget={budget}")
     for name, value in whole.items():
         torch.testing.assert_close(split[name], value, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can run the kernel")
+def test_an_implementation_that_cannot_run_here_is_refused_before_anything_is_sampled(small_recipe):
+    with (
+        pytest.raises(PastError, match="triton"),
+        session(small_recipe("embedded/past", "learner.implementation='triton'")),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])

@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 
@@ -19,7 +18,7 @@ from past_opsd.bench._worker import peak, serve
 from past_opsd.engines.torch import TorchEngine
 from past_opsd.loop import Cycle
 from past_opsd.train import Session, assemble
-from past_opsd.types import Problem, Response, Verdict
+from past_opsd.types import Closing, Problem, Response, Verdict
 from past_opsd.verifiers import Reason
 
 
@@ -58,22 +57,13 @@ class Step:
     tokens: tuple[int, int, int]
 
 
-class Alternating:
+class Alternating(Closing):
     """Every other response is right: costs nothing and gives every group a spread."""
 
     identity = "alternating"
 
     def verify(self, items: Sequence[tuple[Problem, Response]]) -> list[Verdict]:
         return [(Reason.WRONG if i % 2 else Reason.CORRECT).verdict() for i in range(len(items))]
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 def run(pipe: Connection, plan: Plan) -> None:

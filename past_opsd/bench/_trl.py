@@ -28,7 +28,7 @@ class Twin:
     targets: str | list[str]
     lr: float
     max_grad_norm: float
-    before: list[tuple[str, str]]
+    before: list[dict[str, str]]
     messages: list[str]
     solutions: list[str]
     teacher_template: str
@@ -51,7 +51,7 @@ def run(pipe: Connection, twin: Twin) -> None:
     torch.set_num_threads(twin.threads)
     tokenizer = AutoTokenizer.from_pretrained(twin.path, padding_side="left")
     never = AutoConfig.from_pretrained(twin.path).get_text_config().vocab_size  # no token has this id
-    rows = [[_turn(*turn) for turn in (*twin.before, ("user", message))] for message in twin.messages]
+    rows = [[*twin.before, {"role": "user", "content": message}] for message in twin.messages]
     seen = {"prompt": 0, "completion": 0, "teacher": 0}
 
     class Turns(TrainerCallback):
@@ -90,10 +90,6 @@ def run(pipe: Connection, twin: Twin) -> None:
 def _length(tokenizer: Any, rows: list[Any]) -> int:
     texts = tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=True)
     return sum(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
-
-
-def _turn(role: str, text: str) -> dict[str, str]:
-    return {"role": role, "content": text}
 
 
 def _common(twin: Twin, folder: str) -> dict[str, Any]:

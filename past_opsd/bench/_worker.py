@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from past_opsd.types import PastError
+from past_opsd.types import Closing, PastError, Tokens, derive_seed
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 # glibc keeps freed memory for later; with this, tensors come from the system and go back to it at once.
@@ -21,7 +21,7 @@ HONEST_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "6
 Tools = Mapping[str, Callable[..., Any]]
 
 
-class Side:
+class Side(Closing):
     """The parent's end: `build(pipe, *args)` runs in a fresh process and answers with `serve`."""
 
     def __init__(self, name: str, build: Callable[..., None], *args: Any, environment: Mapping[str, str] | None = None):
@@ -51,14 +51,6 @@ class Side:
         if self._process.is_alive():
             self._process.terminate()
             self._process.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @contextmanager
@@ -114,6 +106,12 @@ def peak_beyond(work: Callable[[], Any]) -> float | None:
     before = _mebibytes("VmRSS")
     work()
     return _mebibytes("VmHWM") - before
+
+
+def tokens_of(name: str, length: int, vocabulary: int) -> Tokens:
+    """Made tokens, the same for the same name in every process."""
+    draw = random.Random(derive_seed("bench", "tokens", name))
+    return tuple(draw.randrange(vocabulary) for _ in range(length))
 
 
 def _mebibytes(field: str) -> float:

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     recipe = config.load(args.recipe, args.overrides)
     model = Model(recipe.model, seed=1)
-    _stir(model)
+    model.stir(seed=3, scale=0.01)  # folding an identity would be no work
     problems = config.plugin("task", recipe.task.name).build(recipe.task).train()
     prompts = Prompts(model.tokenizer, recipe.prompts)
     asked = [prompts.student(problems[i % len(problems)]) for i in range(args.requests)]
@@ -66,15 +66,6 @@ def run(args: argparse.Namespace) -> int:
     lines = measure(contestants, args.repeats)
     print(report(lines, args))
     return 0
-
-
-def _stir(model: Model) -> None:
-    """An adapter that does something: folding an identity would be no work."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters("student").values():
-            parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator).to(parameter))
-    model.bump("student")
 
 
 def build(model: Model, prompts: Sequence[Tokens], sampling: Sampling, batch: int) -> dict[str, Contestant]:

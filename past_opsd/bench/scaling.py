@@ -12,7 +12,6 @@ import gc
 import importlib.util
 import json
 import math
-import random
 import statistics
 import tempfile
 import time
@@ -25,7 +24,7 @@ import torch
 
 from past_opsd import fused
 from past_opsd.bench import _plot
-from past_opsd.bench._worker import HONEST_MALLOC, Side, peak_beyond, serve
+from past_opsd.bench._worker import HONEST_MALLOC, Side, peak_beyond, serve, tokens_of
 from past_opsd.config import LearnerSection, LoraSection, ModelSection
 from past_opsd.estimate import shape_of
 from past_opsd.files import write_text
@@ -33,7 +32,7 @@ from past_opsd.learner import Learner, bundle, gather_paths
 from past_opsd.losses import Match
 from past_opsd.model import Model
 from past_opsd.pretrained import load_tokenizer
-from past_opsd.types import PastError, Term, Tokens, View, derive_seed, mean
+from past_opsd.types import PastError, Term, View, mean
 
 AXES = {"response length": "response", "vocabulary": "vocabulary", "batch": "batch", "group": "group"}
 FACTORS = {"response": (1, 2, 4, 8), "vocabulary": (1, 2, 3), "batch": (1, 2, 4, 8), "group": (1, 2, 4, 8)}
@@ -231,17 +230,12 @@ def terms(sizes: Sizes) -> list[Term]:
     """A divergence to the frozen teacher along random responses; the teacher's prompt is twice as long."""
     found = []
     for i in range(sizes.batch):
-        student = View("student", _tokens(f"student {i}", sizes.prompt, sizes.vocabulary))
-        teacher = View("teacher", _tokens(f"teacher {i}", 2 * sizes.prompt, sizes.vocabulary))
+        student = View("student", tokens_of(f"student {i}", sizes.prompt, sizes.vocabulary))
+        teacher = View("teacher", tokens_of(f"teacher {i}", 2 * sizes.prompt, sizes.vocabulary))
         for j in range(sizes.group):
-            tokens = _tokens(f"response {i} {j}", sizes.response, sizes.vocabulary)
+            tokens = tokens_of(f"response {i} {j}", sizes.response, sizes.vocabulary)
             found.append([Term("distill", student, teacher, tokens, Match(0.05))])
     return mean(found)
-
-
-def _tokens(name: str, length: int, vocabulary: int) -> Tokens:
-    draw = random.Random(derive_seed("bench", "tokens", name))
-    return tuple(draw.randrange(vocabulary) for _ in range(length))
 
 
 def multiply_adds(model: Model, setup: Setup) -> float:

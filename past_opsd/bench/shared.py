@@ -8,7 +8,6 @@ gradient on all of them, the KL to the frozen student on the successes. Tokens a
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,11 +19,11 @@ import numpy as np
 import torch
 
 from past_opsd import config, packing
-from past_opsd.bench._worker import Side, peak, serve
+from past_opsd.bench._worker import Side, peak, serve, tokens_of
 from past_opsd.learner import Learner, bundle, gather_paths
-from past_opsd.model import TRAINABLE, Model
+from past_opsd.model import Model
 from past_opsd.prompts import Prompts
-from past_opsd.types import Attempt, Batch, Group, PastError, Problem, Response, Tokens, View, derive_seed
+from past_opsd.types import Attempt, Batch, Group, PastError, Problem, Response, View
 from past_opsd.verifiers import Reason
 
 GOAL = 2.0
@@ -112,7 +111,7 @@ def _side(pipe: Connection, name: str, overrides: Sequence[str], sizes: Sizes) -
         raise PastError(
             f"--prompt and --tokens need {sizes.prompt + sizes.tokens}, the model reads {model.max_context}"
         )
-    stir(model)
+    model.stir(seed=3, scale=0.01)  # at the identity half of the gradient is zero
     method = config.plugin("method", recipe.method.name).build(
         recipe.method, Prompts(model.tokenizer, recipe.prompts), recipe.rollout
     )
@@ -137,34 +136,19 @@ def _side(pipe: Connection, name: str, overrides: Sequence[str], sizes: Sizes) -
     serve(pipe, {"gradient": gradient, "step": step, "positions": positions, "peak": peak})
 
 
-def stir(model: Model) -> None:
-    """Adapters that do something: fresh ones are the identity, and half of their gradient is zero."""
-    with torch.no_grad():
-        for adapter in TRAINABLE:
-            draw = torch.Generator().manual_seed(derive_seed("bench", adapter) >> 1)
-            for parameter in model.parameters(adapter).values():
-                parameter.add_(0.01 * torch.randn(parameter.shape, generator=draw).to(parameter))
-            model.bump(adapter)
-
-
 def group(sizes: Sizes, vocabulary: int) -> Group:
     """A failed attempt and its continuations, of random tokens."""
     problem = Problem("bench", "", "", "")
-    student = View("student", _tokens("student", sizes.student_prompt, vocabulary))
-    teacher = View("teacher", _tokens("teacher", sizes.prompt, vocabulary))
+    student = View("student", tokens_of("student", sizes.student_prompt, vocabulary))
+    teacher = View("teacher", tokens_of("teacher", sizes.prompt, vocabulary))
 
     def attempt(view: View, index: int, correct: bool) -> Attempt:
-        tokens = _tokens(f"{view.adapter} {index}", sizes.tokens, vocabulary)
+        tokens = tokens_of(f"{view.adapter} {index}", sizes.tokens, vocabulary)
         response = Response(tokens, "", (0.0,) * len(tokens), finished=True)
         return Attempt(problem, view, response, (Reason.CORRECT if correct else Reason.WRONG).verdict())
 
     continuations = tuple(attempt(teacher, i, i % 2 == 0) for i in range(sizes.group))
     return Group(attempt(student, 0, correct=False), continuations)
-
-
-def _tokens(name: str, length: int, vocabulary: int) -> Tokens:
-    draw = random.Random(derive_seed("bench", "tokens", name))
-    return tuple(draw.randrange(vocabulary) for _ in range(length))
 
 
 def report(args: argparse.Namespace, lines: Sequence[Line], difference: float) -> str:

@@ -124,7 +124,7 @@ def twin(method: str, plan: Plan, recipe: Recipe) -> _trl.Twin:
         targets=lora.targets,
         lr=optimizer.lr,
         max_grad_norm=optimizer.max_grad_norm,
-        before=[turn for e in recipe.prompts.examples for turn in (("user", e.user), ("assistant", e.assistant))],
+        before=recipe.prompts.turns,
         messages=[fill(student, {"problem": problem.text}) for problem in problems],
         solutions=[problem.solution for problem in problems],
         teacher_template="{prompt}" + rest,

@@ -34,12 +34,8 @@ class Lean:
     @staticmethod
     def applies(model: Model) -> bool:
         """Whether the model is of such a family, with its adapter folded in."""
-        config = model.config
-        plain = config.to_dict()
-        sliding = set(plain.get("layer_types") or []) - {"full_attention"} or (
-            "layer_types" not in plain and plain.get("sliding_window")
-        )
-        return model.folds and config.model_type in FAMILIES and not sliding and model.choice.attention == "sdpa"
+        plain = model.full_attention and model.choice.attention == "sdpa"
+        return plain and model.folds and model.config.model_type in FAMILIES
 
     def __init__(self, model: Model):
         network = cast(Any, model.network)

@@ -66,7 +66,7 @@ class _Layer(CacheLayerMixin):
 
 
 class Rows:
-    """Up to `capacity` sequences, one token a step."""
+    """Up to `capacity` sequences, one token a step; used under inference mode."""
 
     def __init__(self, model: Model, prompts: Sequence[Tokens], capacity: int):
         self._model = model
@@ -85,7 +85,6 @@ class Rows:
     def __len__(self) -> int:
         return self._window.rows
 
-    @torch.inference_mode()
     def enter(self, prompts: Sequence[Tokens]) -> Tensor:
         """Add a row for each prompt; the logits of their first tokens. Equal prompts are computed once."""
         w, device = self._window, self._model.device
@@ -131,7 +130,6 @@ class Rows:
         self._next = self._next[order]
         return order
 
-    @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         """Read one token a row; the logits of the next."""
         w = self._window
@@ -152,14 +150,13 @@ class Rows:
         first, last = min(prompts), max(prompts)
         common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
         common = min(common, min(len(prompt) for prompt in prompts) - 1)
-        if common < SHARED_PREFIX or len(set(prompts)) == 1 or attention_kinds(self._model) != {"full_attention"}:
+        if common < SHARED_PREFIX or len(set(prompts)) == 1 or not self._model.full_attention:
             return (), None
         prefix = first[:common]
         cache = DynamicCache()
         ids = torch.tensor([prefix], device=self._model.device)
         positions = torch.arange(common, device=self._model.device)[None]
-        with torch.inference_mode():
-            self._forward(ids, torch.ones_like(ids), positions, cache)
+        self._forward(ids, torch.ones_like(ids), positions, cache)
         return prefix, cache
 
     def _prefill(self, prompts: Sequence[Tokens]) -> tuple[DynamicCache, Tensor, Tensor]:
@@ -242,15 +239,9 @@ def _wider(buffer: Tensor, columns: int) -> Tensor:
     return out
 
 
-def attention_kinds(model: Model) -> set[str]:
-    """What the layers read: every earlier token, a window of them, or something else."""
-    plain = model.config.get_text_config().to_dict()
-    return set(plain.get("layer_types") or ["sliding_attention" if plain.get("sliding_window") else "full_attention"])
-
-
 def require_attention(model: Model) -> None:
     """Refuse networks that keep another state than keys and values."""
-    stray = attention_kinds(model) - {"full_attention", "sliding_attention"}
+    stray = model.attention_kinds - {"full_attention", "sliding_attention"}
     if stray or cast(Any, model.network)._is_stateful:
         kinds = ", ".join(sorted(stray)) or "a recurrent state"
         raise PastError(

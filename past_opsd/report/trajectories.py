@@ -240,7 +240,7 @@ def _nothing(run: Path) -> str:
 def _load(parts: Session, path: Path) -> None:
     checkpoint.load_adapter(parts.model, "student", path)
     checkpoint.load_adapter(parts.model, "teacher", path / "teacher")
-    checkpoint.restore_method(path, parts.loop.method)
+    checkpoint.restore_method(path, checkpoint.read_state(path), parts.loop.method)
 
 
 def _rows(folder: Path, cycle: int) -> list[Row]:

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from importlib.metadata import version
-from types import TracebackType
-from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from past_opsd.types import Problem, Response, Verdict
+from past_opsd.types import Closing, Problem, Response, Verdict
 from past_opsd.verifiers import Reason, Verifier
 from past_opsd.verifiers._extract import find_answer, find_boxes
 from past_opsd.verifiers._normalise import clean, drop_invisible, is_quoted, label, nesting, rational, squeeze
@@ -43,7 +41,7 @@ class Options(BaseModel):
     max_nesting: int = Field(default=30, ge=1, description="Depth of brackets in a box beyond which it is not parsed.")
 
 
-class BoxedMath:
+class BoxedMath(Closing):
     """See the module's docstring; satisfies `Verifier`."""
 
     def __init__(self, options: Options) -> None:
@@ -65,14 +63,6 @@ class BoxedMath:
     def worker_pids(self) -> list[int]:
         """Process ids of the living workers."""
         return self._pool.pids
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the worker processes."""

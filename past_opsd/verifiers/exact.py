@@ -3,12 +3,10 @@ r"""The same text: the last `\boxed{}` after the thinking part, or the whole tex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from past_opsd.types import Problem, Response, Verdict
+from past_opsd.types import Closing, Problem, Response, Verdict
 from past_opsd.verifiers import Reason, Verifier
 from past_opsd.verifiers._extract import after_thinking, find_answer
 
@@ -22,20 +20,12 @@ class Options(BaseModel):
     strip_thinking: bool = Field(default=True, description="Read only what follows the last </think>.")
 
 
-class Exact:
+class Exact(Closing):
     """String equality without surrounding white space; satisfies `Verifier`."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.identity = f"exact (whole_text={options.whole_text}, strip_thinking={options.strip_thinking})"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Nothing to end: it starts no processes."""

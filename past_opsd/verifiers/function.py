@@ -12,12 +12,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from past_opsd.types import PastError, Problem, Response, Verdict
+from past_opsd.types import Closing, PastError, Problem, Response, Verdict
 from past_opsd.verifiers import Reason, Verifier
 from past_opsd.verifiers._extract import after_thinking
 from past_opsd.verifiers.pool import Lost, WorkerPool
@@ -44,7 +43,7 @@ class Options(BaseModel):
     memory_mb: int = Field(default=8192, ge=256, description="Address space of each of these processes, in MiB.")
 
 
-class Function:
+class Function(Closing):
     """See the module's docstring; satisfies `Verifier`."""
 
     def __init__(self, options: Options) -> None:
@@ -70,14 +69,6 @@ class Function:
         settings = options.model_dump(exclude={"workers", "path"})
         listed = ", ".join(f"{key}={value}" for key, value in settings.items())
         self.identity = f"function {options.path} ({listed}) source {json.loads(source)}"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the worker processes."""

@@ -9,12 +9,10 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from importlib.metadata import version
-from types import TracebackType
-from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from past_opsd.types import PastError, Problem, Response, Verdict
+from past_opsd.types import Closing, PastError, Problem, Response, Verdict
 from past_opsd.verifiers import Reason, Verifier
 from past_opsd.verifiers._extract import find_answer
 from past_opsd.verifiers.pool import Lost, WorkerPool
@@ -34,7 +32,7 @@ class Options(BaseModel):
     memory_mb: int = Field(default=4096, ge=512, description="Address space of each of these processes, in MiB.")
 
 
-class Gym:
+class Gym(Closing):
     """See the module's docstring; satisfies `Verifier`."""
 
     def __init__(self, options: Options) -> None:
@@ -52,14 +50,6 @@ class Gym:
             timeout=options.timeout,
             memory_mb=options.memory_mb,
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the worker processes."""
