@@ -53,7 +53,7 @@ class Display(Protocol):
 
 
 class Silent:
-    """The display of every process but the first."""
+    """A display that shows nothing: for every process but the first, and for runs inside of something else."""
 
     def phase(self, cycle: int, name: str) -> None: ...
 

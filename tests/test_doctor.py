@@ -88,7 +88,7 @@ def test_a_misaligned_view_is_found(stirred, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_wrong_gradient_is_found(stirred, monkeypatch: pytest.MonkeyPatch):
-    assert [row.passed for row in doctor.numerics(stirred, 2)] == [2, 2]
+    assert [row.passed for row in doctor.numerics(stirred, 2, doctor.Watch())] == [2, 2]
     real = fused.run
 
     def wrong(implementation, *args, **kwargs):
@@ -98,5 +98,32 @@ def test_a_wrong_gradient_is_found(stirred, monkeypatch: pytest.MonkeyPatch):
         return result
 
     monkeypatch.setattr(fused, "run", wrong)
-    loss, gradient = doctor.numerics(stirred, 2)
+    loss, gradient = doctor.numerics(stirred, 2, doctor.Watch())
     assert (loss.passed, gradient.passed) == (2, 0)
+
+
+def test_a_resume_that_is_not_exact_is_found(monkeypatch: pytest.MonkeyPatch):
+    recipe = config.load("embedded/past")
+    row = doctor.runs(recipe, 1, doctor.Watch())[2]
+    assert (row.name, row.passed) == ("Resume and RNG recovery", 1)
+    real = doctor.checkpoint.restore
+
+    def inexact(path, model, learner):
+        state = real(path, model, learner)
+        model.stir(seed=1, scale=1e-6)
+        return state
+
+    monkeypatch.setattr("past_opsd.checkpoint.restore", inexact)
+    assert doctor.runs(recipe, 1, doctor.Watch())[2].passed == 0
+
+
+def test_a_large_model_on_a_cpu_is_checked_on_less(monkeypatch: pytest.MonkeyPatch):
+    recipe = config.load("embedded/past")
+    assert doctor.small(recipe).rollout.problems_per_cycle == 4
+    monkeypatch.setattr(doctor, "SLOW", 1000)
+    assert doctor.small(recipe).rollout.problems_per_cycle == 1
+
+
+def test_it_says_what_it_is_doing(capsys):
+    assert list(doctor.Watch().each("Some check", range(3))) == [0, 1, 2]
+    assert "checked: Some check (3 in" in capsys.readouterr().err
