@@ -1,8 +1,8 @@
 """torch's scaled dot-product attention with two shapes computed by parts, exactly and with less work.
 
 - One query a row (decoding): heads that share keys and values are several queries of one head, so nothing is repeated.
-- A shared row (`packing.shared`): the prompt attends to itself, each response to the prompt and itself. A dense mask
-  would compute every response against every other.
+- A shared row (`packing.shared`): the common part attends to itself, each path to the common part and itself. A dense
+  mask would compute every path against every other.
 
 Everything else is transformers' own `sdpa`.
 """
@@ -15,25 +15,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from past_opsd import packing
 
 NAME = "past_sdpa"
 
 
 class SharedMask(Tensor):
-    """A dense mask [B, 1, L, L] that remembers each row's prompt length and the lengths of its responses."""
+    """The mask of shared rows: it knows their parts, and takes no memory until somebody asks for the dense one."""
 
-    rows: list[tuple[int, list[int]]]
+    parts: packing.Parts
 
     # What is computed from it is an ordinary tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def of(mask: Tensor, rows: list[tuple[int, list[int]]]) -> SharedMask:
-        """The mask, with its structure."""
-        made = mask.as_subclass(SharedMask)
-        made.rows = rows
+    def of(parts: packing.Parts, width: int, device: torch.device) -> SharedMask:
+        """Of the shape [B, 1, L, L]."""
+        shape = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device).expand(len(parts), 1, width, width)
+        made = shape.as_subclass(SharedMask)
+        made.parts = parts
         return made
 
 
@@ -48,8 +51,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The attention of a layer, [B, L, heads, size]."""
     plain = kwargs.get("position_bias") is None and not kwargs.get("dropout")
-    if plain and isinstance(attention_mask, SharedMask):
-        return _shared(query, key, value, attention_mask.rows, scaling), None
+    if isinstance(attention_mask, SharedMask):
+        if plain:
+            return _shared(query, key, value, attention_mask.parts, scaling), None
+        attention_mask = packing.dense(attention_mask.parts, query.shape[2]).to(query.device)
     if plain and query.shape[2] == 1 and query.shape[1] > key.shape[1]:
         rows, heads, _, size = query.shape
         folded = query.reshape(rows, key.shape[1], -1, size)
@@ -58,25 +63,24 @@ def attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
-def _shared(
-    query: Tensor, key: Tensor, value: Tensor, rows: list[tuple[int, list[int]]], scaling: float | None
-) -> Tensor:
-    groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+def _shared(query: Tensor, key: Tensor, value: Tensor, rows: packing.Parts, scaling: float | None) -> Tensor:
+    options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] > key.shape[1]}
     width = query.shape[2]
     out: list[Tensor] = []
-    for row, (prompt, responses) in enumerate(rows):
+    for row, (begin, lengths) in enumerate(rows):
         q, k, v = (x[row : row + 1] for x in (query, key, value))
-        asked, known, told = (x[:, :, :prompt] for x in (q, k, v))
-        parts = [scaled_dot_product_attention(asked, known, told, is_causal=True, scale=scaling)]
-        start = prompt
-        for length in filter(None, responses):
+        asked, known, told = (x[:, :, :begin] for x in (q, k, v))
+        parts: list[Tensor] = []
+        if begin:
+            parts.append(scaled_dot_product_attention(asked, known, told, is_causal=True, **options))
+        start = begin
+        for length in filter(None, lengths):
             own = slice(start, start + length)
             keys, values = torch.cat([known, k[:, :, own]], dim=2), torch.cat([told, v[:, :, own]], dim=2)
-            mask = torch.ones(length, prompt + length, dtype=torch.bool, device=q.device).tril(prompt)
-            parts.append(scaled_dot_product_attention(q[:, :, own], keys, values, attn_mask=mask, scale=scaling))
+            mask = torch.ones(length, begin + length, dtype=torch.bool, device=q.device).tril(begin)
+            parts.append(scaled_dot_product_attention(q[:, :, own], keys, values, attn_mask=mask, **options))
             start += length
-        parts.append(v.new_zeros(1, v.shape[1], width - start, v.shape[3]))  # padding
+        parts.append(query.new_zeros(1, query.shape[1], width - start, value.shape[3]))  # padding
         out.append(torch.cat(parts, dim=2))
     return torch.cat(out).transpose(1, 2).contiguous()
 

@@ -153,7 +153,7 @@ class LearnerSection(Section):
     )
     token_budget: int = Field(16384, ge=16, description="padded tokens in one micro-batch")
     shared_prompts: bool = Field(
-        True, description="responses of one prompt share its forward and backward where that pays; exact"
+        True, description="prompts that begin alike share that part's forward and backward where that pays; exact"
     )
     loss_memory_mib: int = Field(128, ge=1, description="memory for logits inside the loss")
     student: OptimizerSection = Field(OptimizerSection(), description="the student's optimizer")  # pyright: ignore[reportCallIssue]

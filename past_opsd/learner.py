@@ -38,12 +38,6 @@ class Path:
     tokens: Tokens
     terms: list[tuple[Term, float]] = field(default_factory=list)
 
-    @property
-    def width(self) -> int:
-        """Tokens of the longest forward this path needs, live or frozen."""
-        prompts = [self.live.prompt, *(t.frozen.prompt for t, _ in self.terms if t.frozen is not None)]
-        return max(len(p) for p in prompts) + len(self.tokens) - 1
-
     def views(self) -> list[tuple[View | None, float, list[tuple[Term, float]]]]:
         """Terms by (frozen view, temperature); terms without a frozen view ride along with those that have one."""
         found: dict[tuple[View | None, float], list[tuple[Term, float]]] = defaultdict(list)
@@ -80,49 +74,62 @@ def gather_paths(terms: Sequence[Term], reduction: str) -> list[Path]:
 
 @dataclass
 class Bundle:
-    """Paths whose live forward is one row: a path alone, or several that share their prompt."""
+    """Paths whose live forward is one row: a path alone, or several whose prompts begin alike."""
 
     paths: list[Path]
 
     @property
+    def live(self) -> list[packing.Pair]:
+        """The row of the live forward."""
+        return [(path.live, path.tokens) for path in self.paths]
+
+    @property
+    def frozen(self) -> dict[Adapter, list[list[packing.Pair]]]:
+        """The rows of the frozen forwards: a row for several paths, as live; a row each where one path has several."""
+        found: dict[Adapter, dict[packing.Pair, None]] = defaultdict(dict)
+        for path in self.paths:
+            for term, _ in path.terms:
+                if term.frozen is not None:
+                    found[term.frozen.adapter][term.frozen, path.tokens] = None
+        alone = len(self.paths) == 1
+        return {adapter: [[p] for p in pairs] if alone else [list(pairs)] for adapter, pairs in found.items()}
+
+    @property
     def width(self) -> int:
         """Tokens of the longest row, live or frozen."""
-        if len(self.paths) == 1:
-            return self.paths[0].width
-        return max(packing.row_length(view.prompt, responses) for view, responses in self._rows().items())
+        return max(map(packing.row_length, [self.live, *(row for rows in self.frozen.values() for row in rows)]))
 
     @property
     def rows(self) -> int:
-        """Rows of the largest forward: responses of one prompt may be read under several frozen prompts."""
-        adapters = Counter(view.adapter for view in self._rows())
-        return max(adapters.values())
-
-    def _rows(self) -> dict[View, list[Tokens]]:
-        found: dict[View, list[Tokens]] = defaultdict(list)
-        for path in self.paths:
-            for view in dict.fromkeys([path.live, *(t.frozen for t, _ in path.terms if t.frozen is not None)]):
-                found[view].append(path.tokens)
-        return found
+        """Rows of the largest forward."""
+        return max([1, *map(len, self.frozen.values())])
 
 
 def bundle(paths: Sequence[Path], token_budget: int, share: bool) -> list[Bundle]:
-    """Paths with the same live view together where their shared prompt is worth it; a row never exceeds the budget."""
-    groups: dict[View, list[Path]] = defaultdict(list)
-    for path in paths:
-        groups[path.live].append(path)
-    out: list[Bundle] = []
-    for members in groups.values():
-        if not share or not packing.pays([(p.live, p.tokens) for p in members]):
-            out += [Bundle([path]) for path in members]
-            continue
-        current = Bundle([members[0]])
-        for path in members[1:]:
-            if Bundle([*current.paths, path]).width > token_budget:
-                out.append(current)
-                current = Bundle([])
-            current.paths.append(path)
-        out.append(current)
-    return out
+    """Paths whose prompts begin alike together where that pays; a row of several never exceeds the budget."""
+    if not share:
+        return [Bundle([path]) for path in paths]
+    order = {id(path): i for i, path in enumerate(paths)}
+    groups: list[Bundle] = []
+    for path in sorted(paths, key=lambda p: p.live.prompt):
+        joined = Bundle([*(groups[-1].paths if groups else []), path])
+        if groups and packing.pays(joined.live) and packing.saved(joined.live) > packing.saved(groups[-1].live):
+            groups[-1] = joined
+        else:
+            groups.append(Bundle([path]))
+    made = [row for group in groups for row in _divide(group.paths, token_budget)]
+    return sorted(made, key=lambda b: order[id(b.paths[0])])
+
+
+def _divide(paths: Sequence[Path], token_budget: int) -> list[Bundle]:
+    """As few rows as fit the budget, and these alike: the longest decides about the memory."""
+    for count in range(1, len(paths)):
+        size = -(-len(paths) // count)
+        rows = [Bundle(list(paths[i : i + size])) for i in range(0, len(paths), size)]
+        several = [row for row in rows if len(row.paths) > 1]
+        if all(row.width <= token_budget and packing.pays(row.live) for row in several):
+            return rows
+    return [Bundle([path]) for path in paths]
 
 
 def micro_batches(bundles: Sequence[Bundle], token_budget: int) -> Iterator[list[Bundle]]:
@@ -242,6 +249,10 @@ class Learner:
 
     def _accumulate(self, phase: Adapter, terms: Sequence[Term]) -> Log:
         """The gradient of all terms, in every process; and the diagnostics of all terms."""
+        for parameter in self._model.parameters(phase).values():
+            # Made by the first backward, they would stand in the gaps its activations leave, and the next forward's
+            # would not fit there any more.
+            parameter.grad = torch.zeros_like(parameter)
         log, failures = Log(), []
         plans = self._plans(terms)
         rounds = max(map(len, plans)) if self._model.sharded else len(plans[self._model.world.rank])
@@ -254,8 +265,8 @@ class Learner:
         size, budget = self._model.world.size, self._section.token_budget
         paths = gather_paths(terms, self._section.reduction)
         # A row that holds more than a rank's share would leave other ranks idle.
-        limit = budget if size == 1 else min(budget, -(-sum(path.width for path in paths) // size))
-        bundles = bundle(paths, limit, self._section.shared_prompts)
+        limit = budget if size == 1 else min(budget, -(-sum(Bundle([path]).width for path in paths) // size))
+        bundles = bundle(paths, limit, self._section.shared_prompts and self._model.shares_prompts)
         shares = balance([item.width * item.rows for item in bundles], size)
         return [list(micro_batches([bundles[i] for i in own], budget)) for own in shares]
 
@@ -267,12 +278,12 @@ class Learner:
         plan = plans[self._model.world.rank]
         chosen = plan[n] if n < len(plan) else []
         batch = [path for item in chosen for path in item.paths]
-        share = len(batch) > len(chosen)
-        frozen = self._frozen_states(batch, share)
+        frozen = self._frozen_states(chosen)
         if self._model.sharded:
             others = [_frozen_adapters(other[n]) for other in plans if n < len(other)]
             self._model.idle(max(others) - _frozen_adapters(chosen))
-        live = self._model.hidden([(p.live, p.tokens) for p in batch] or [(View(phase, (0,)), (0,))], share)
+        pairs = [pair for item in chosen for pair in item.live]
+        live = self._model.hidden(pairs or [(View(phase, (0,)), (0,))], [len(item.paths) for item in chosen])
         grad, failures = None, []
         try:
             grad = self._gradient(phase, batch, live.detach(), frozen, log)
@@ -290,27 +301,23 @@ class Learner:
         failed = [text for _, texts in reports for text in texts]
         if failed:
             raise NonFiniteError(failed[0])
-        parameters = self._model.parameters(phase).values()
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        world.sum([parameter.grad for parameter in parameters if parameter.grad is not None])
+        world.sum([p.grad for p in self._model.parameters(phase).values() if p.grad is not None])
         whole = Log()
         for part, _ in reports:
             whole.merge(part)
         return whole
 
     @torch.no_grad()
-    def _frozen_states(self, batch: Sequence[Path], share: bool) -> dict[tuple[View, Tokens], Tensor]:
+    def _frozen_states(self, chosen: Sequence[Bundle]) -> dict[packing.Pair, Tensor]:
         """Hidden states of every frozen view in the micro-batch, one forward per adapter."""
-        wanted: dict[Adapter, list[tuple[View, Tokens]]] = defaultdict(list)
-        for path in batch:
-            for view in dict.fromkeys(t.frozen for t, _ in path.terms if t.frozen is not None):
-                wanted[view.adapter].append((view, path.tokens))
-        states: dict[tuple[View, Tokens], Tensor] = {}
-        for pairs in wanted.values():
-            pairs = list(dict.fromkeys(pairs))
-            split = self._model.hidden(pairs, share).split([len(tokens) for _, tokens in pairs])
+        wanted: dict[Adapter, list[list[packing.Pair]]] = defaultdict(list)
+        for item in chosen:
+            for adapter, rows in item.frozen.items():
+                wanted[adapter] += rows
+        states: dict[packing.Pair, Tensor] = {}
+        for rows in wanted.values():
+            pairs = [pair for row in rows for pair in row]
+            split = self._model.hidden(pairs, list(map(len, rows))).split([len(tokens) for _, tokens in pairs])
             states.update(zip(pairs, split, strict=True))
         return states
 
@@ -319,7 +326,7 @@ class Learner:
         phase: Adapter,
         batch: Sequence[Path],
         live: Tensor,
-        frozen: dict[tuple[View, Tokens], Tensor],
+        frozen: dict[packing.Pair, Tensor],
         log: Log,
     ) -> Tensor:
         """d(sum of weighted losses)/d(live hidden states), by loss calls on rows that need the same losses."""

@@ -28,7 +28,7 @@ from past_opsd import attention, packing
 from past_opsd.config import ModelSection
 from past_opsd.distributed import World
 from past_opsd.pretrained import Choice, hardware, load_network, load_tokenizer, resolve
-from past_opsd.types import Adapter, PastError, Tokens, View
+from past_opsd.types import Adapter, PastError, View
 
 __all__ = ["TRAINABLE", "Model", "Network", "linear_targets", "load_tokenizer", "resolve"]
 
@@ -134,25 +134,25 @@ class Network:
         """The output projection's bias, where there is one."""
         return cast(Any, self.network).get_output_embeddings().bias
 
-    def states(self, paths: Sequence[tuple[View, Tokens]], share: bool = False) -> Tensor:
+    def states(self, paths: Sequence[packing.Pair], sizes: Sequence[int] = ()) -> Tensor:
         """Final hidden states at the positions that predict each path's tokens, paths one after the other [sum T, H].
 
         Row t of a path is [eq:student-prefix-state]: it reads the prompt and y_<t and predicts y_t. Nothing is
-        re-tokenised and the last token itself is never read. `share` lets paths of one prompt share its forward.
+        re-tokenised and the last token itself is never read. Each path is a row of the forward; `sizes` puts so many
+        of them, in order, into rows that share what their prompts begin with, for networks that can (`shares_prompts`).
         """
-        if share and self.shares_prompts:
-            return self._run(packing.shared(paths))
-        return self._run(packing.plain(paths))
+        return self._run(packing.shared(paths, sizes) if max(sizes, default=1) > 1 else packing.plain(paths))
 
     def _run(self, packed: packing.Packed) -> Tensor:
-        mask = packed.mask.to(self.device)
-        arguments: dict[str, Any] = {"attention_mask": mask}
-        if mask.dim() == 4:
+        arguments: dict[str, Any] = {"attention_mask": packed.mask.to(self.device)}
+        if packed.parts:
+            width = packed.ids.shape[1]
             if self.choice.attention == "eager":  # adds its mask to the scores
+                hidden = ~packing.dense(packed.parts, width).to(self.device)
                 lowest = torch.finfo(self.head.dtype).min
-                mask = torch.zeros_like(mask, dtype=self.head.dtype).masked_fill_(~mask, lowest)
+                mask = torch.zeros_like(hidden, dtype=self.head.dtype).masked_fill_(hidden, lowest)
             else:
-                mask = attention.SharedMask.of(mask, packed.rows)
+                mask = attention.SharedMask.of(packed.parts, width, self.device)
             arguments = {"attention_mask": mask, "position_ids": packed.positions.to(self.device)}
         backbone = cast(Any, self.network).base_model
         states = backbone(input_ids=packed.ids.to(self.device), use_cache=False, **arguments).last_hidden_state
@@ -180,10 +180,10 @@ class Network:
         if self.choice.attention not in ("sdpa", "eager") or not self.full_attention:
             return False
         ids = [1 + i % (len(self.head) - 1) for i in range(40)]
-        prompt, responses = tuple(ids[:16]), [tuple(ids[16 + 5 * i : 24 + 5 * i]) for i in range(3)]
-        paths = [(View("base", prompt), tokens) for tokens in responses]
+        prompt, rests = ids[:16], [ids[16 + 5 * i : 24 + 5 * i] for i in range(3)]
+        paths = [(View("base", (*prompt, *rest[:i])), tuple(rest[i:])) for i, rest in enumerate(rests)]
         with torch.no_grad():
-            alone, together = (self._run(pack(paths)).float() for pack in (packing.plain, packing.shared))
+            alone, together = self.states(paths).float(), self.states(paths, [len(paths)]).float()
         scale = alone.abs().max()
         return bool((alone - together).abs().max() <= 0.02 * scale)
 
@@ -411,7 +411,7 @@ class Model(Network):
             raise PastError(f"'{self.section.path}' names no longest context; set model.max_context")
         return min(limits)
 
-    def hidden(self, paths: Sequence[tuple[View, Tokens]], share: bool = False) -> Tensor:
+    def hidden(self, paths: Sequence[packing.Pair], sizes: Sequence[int] = ()) -> Tensor:
         """`states` under the views' adapter, of which there must be one."""
         adapters: set[Adapter] = {view.adapter for view, _ in paths}
         if len(adapters) != 1:
@@ -422,9 +422,9 @@ class Model(Network):
                 raise PastError(
                     "this method distills from a separate teacher: set model.expert to its folder or hub id"
                 )
-            return self.expert.states(paths, share)
+            return self.expert.states(paths, sizes)
         self.activate(adapter)
-        return self.states(paths, share)
+        return self.states(paths, sizes)
 
     @torch.no_grad()
     def stir(self, seed: int, scale: float) -> None:

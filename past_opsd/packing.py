@@ -1,8 +1,8 @@
-"""Sequences as rows of one forward; paths that share a prompt can share its forward and backward.
+"""Sequences as rows of one forward; paths whose prompts begin alike can share that part's forward and backward.
 
-Plain rows hold one path each, right-padded. A shared row holds a prompt once, followed by the responses of all its
-paths: position ids start again behind the prompt for each of them, and the mask lets a response see the prompt and
-itself, so every row of hidden states and every gradient is what the path would get alone.
+Plain rows hold one path each, right-padded. A shared row holds once what its paths' prompts have in common, followed by
+the rest of each prompt and its response: position ids go on from the common part for each of them, and a path sees the
+common part and itself, so every row of hidden states and every gradient is what the path would get alone.
 """
 
 from __future__ import annotations
@@ -15,25 +15,29 @@ from torch import Tensor
 
 from past_opsd.types import Tokens, View
 
-WORTH = 1024  # positions; below it, attending by parts and the longer rows cost what they save
+WORTH = 256  # positions of a common beginning; below it, attending by parts costs what it saves
+
+Pair = tuple[View, Tokens]
+Parts = list[tuple[int, list[int]]]
+"""Of each shared row: the length of the common beginning, and the lengths of what follows it, path by path."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One forward: ids and positions [B, L], the mask, and where each path's predictions stand in [B * L].
+    """One forward: ids and positions [B, L], what is not padding, and where each path's predictions stand in [B * L].
 
-    `rows` of shared rows: the prompt's length and the lengths of what follows it, response by response.
+    `parts` says what a position may look at where rows are shared; it is empty for plain rows.
     """
 
     ids: Tensor
     positions: Tensor
     mask: Tensor
     index: Tensor
-    rows: list[tuple[int, list[int]]] = field(default_factory=list)
+    parts: Parts = field(default_factory=list)
 
 
-def plain(paths: Sequence[tuple[View, Tokens]]) -> Packed:
-    """One row a path; the mask [B, L] marks what is not padding. The last token is never read, only predicted."""
+def plain(paths: Sequence[Pair]) -> Packed:
+    """One row a path. The last token is never read, only predicted."""
     sequences = [view.prompt + tokens[:-1] for view, tokens in paths]
     width = max(len(s) for s in sequences)
     ids = torch.zeros(len(sequences), width, dtype=torch.long)
@@ -46,45 +50,67 @@ def plain(paths: Sequence[tuple[View, Tokens]]) -> Packed:
     return Packed(ids, torch.arange(width).expand_as(ids), mask, index)
 
 
-def shared(paths: Sequence[tuple[View, Tokens]]) -> Packed:
-    """One row a prompt, with all its responses; the mask [B, 1, L, L] is true where a position may look."""
-    groups: dict[Tokens, list[int]] = {}
-    for i, (view, _) in enumerate(paths):
-        groups.setdefault(view.prompt, []).append(i)
-    width = max(row_length(prompt, [paths[i][1] for i in members]) for prompt, members in groups.items())
-    ids = torch.zeros(len(groups), width, dtype=torch.long)
-    positions = torch.zeros(len(groups), width, dtype=torch.long)
-    segments = torch.full((len(groups), width), -1)  # padding looks like another response, and sees only itself
-    index: list[Tensor] = [torch.empty(0)] * len(paths)
-    for row, (prompt, members) in enumerate(groups.items()):
-        start = len(prompt)
-        ids[row, :start] = torch.tensor(prompt)
-        positions[row, :start] = torch.arange(start)
+def shared(paths: Sequence[Pair], sizes: Sequence[int]) -> Packed:
+    """A row for each of `sizes`, which says how many of the paths, in order, stand in it."""
+    starts = [sum(sizes[:row]) for row in range(len(sizes))]
+    rows = [paths[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    width = max(map(row_length, rows))
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    positions = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    index: list[int] = []
+    parts: Parts = []
+    for row, members in enumerate(rows):
+        begin = common([view.prompt for view, _ in members])
+        follow = [view.prompt[begin:] + tokens[:-1] for view, tokens in members]
+        read = members[0][0].prompt[:begin] + sum(follow, ())
+        ids[row, : len(read)] = torch.tensor(read)
+        mask[row, : len(read)] = 1
+        where, start = list(range(begin)), begin
+        for (view, tokens), own in zip(members, follow, strict=True):
+            where += range(begin, begin + len(own))
+            # A prompt's last token predicts the first of the response; without a rest it is the common part's last.
+            rest = len(view.prompt) - begin
+            first = start + rest - 1 if rest else begin - 1
+            index += [row * width + i for i in (first, *range(start + rest, start + rest + len(tokens) - 1))]
+            start += len(own)
+        positions[row, : len(read)] = torch.tensor(where)
+        parts.append((begin, [len(own) for own in follow]))
+    return Packed(ids, positions, mask, torch.tensor(index), parts)
+
+
+def dense(parts: Parts, width: int) -> Tensor:
+    """The mask [B, 1, L, L] of shared rows: true where a position may look."""
+    segments = torch.full((len(parts), width), -1)  # padding looks like another path, and sees only itself
+    for row, (begin, lengths) in enumerate(parts):
+        start = begin
         segments[row, :start] = 0
-        # Every response's first token is predicted by the prompt's last.
-        first = torch.tensor([row * width + start - 1])
-        for segment, i in enumerate(members, 1):
-            tokens = paths[i][1]
-            stop = start + len(tokens) - 1
-            ids[row, start:stop] = torch.tensor(tokens[:-1])
-            positions[row, start:stop] = torch.arange(len(prompt), len(prompt) + len(tokens) - 1)
-            segments[row, start:stop] = segment
-            index[i] = torch.cat([first, torch.arange(row * width + start, row * width + stop)])
-            start = stop
+        for segment, length in enumerate(lengths, 1):
+            segments[row, start : start + length] = segment
+            start += length
     same = segments[:, :, None] == segments[:, None, :]
     causal = torch.ones(width, width, dtype=torch.bool).tril()
     mask = (same | (segments == 0)[:, None, :]) & causal | torch.eye(width, dtype=torch.bool)
-    rows = [(len(prompt), [len(paths[i][1]) - 1 for i in members]) for prompt, members in groups.items()]
-    return Packed(ids, positions, mask[:, None], torch.cat(index), rows)
+    return mask[:, None]
 
 
-def row_length(prompt: Tokens, responses: Sequence[Tokens]) -> int:
-    """Positions of a shared row."""
-    return len(prompt) + sum(len(tokens) - 1 for tokens in responses)
+def common(prompts: Sequence[Tokens]) -> int:
+    """How many tokens all prompts begin with."""
+    first, last = min(prompts), max(prompts)  # what these two begin with, all between them begin with
+    differ = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return next(differ, min(len(first), len(last)))
 
 
-def pays(paths: Sequence[tuple[View, Tokens]]) -> bool:
-    """Whether sharing saves at least a third of the positions, and enough of them to be worth the longer rows."""
-    alone = sum(len(view.prompt) + len(tokens) - 1 for view, tokens in paths)
-    saved = sum(len(view.prompt) for view, _ in paths) - sum(len(p) for p in {view.prompt for view, _ in paths})
-    return saved >= WORTH and 3 * saved >= alone
+def row_length(paths: Sequence[Pair]) -> int:
+    """Positions of a shared row; of a plain one for a single path."""
+    return sum(len(view.prompt) + len(tokens) - 1 for view, tokens in paths) - saved(paths)
+
+
+def saved(paths: Sequence[Pair]) -> int:
+    """Positions that a shared row has less than its paths alone."""
+    return (len(paths) - 1) * common([view.prompt for view, _ in paths])
+
+
+def pays(paths: Sequence[Pair]) -> bool:
+    """Whether a shared row has a long beginning, and at least a fifth less positions than its paths alone."""
+    return common([view.prompt for view, _ in paths]) >= WORTH and 4 * saved(paths) >= row_length(paths)

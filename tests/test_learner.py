@@ -7,7 +7,7 @@ import torch
 
 from past_opsd import packing
 from past_opsd.config import OptimizerSection
-from past_opsd.learner import NonFiniteError, Path, bundle, gather_paths, learning_rate, micro_batches
+from past_opsd.learner import Bundle, NonFiniteError, Path, bundle, gather_paths, learning_rate, micro_batches
 from past_opsd.losses import Imitate, Match, Reinforce, Stay
 from past_opsd.train import Session, session
 from past_opsd.types import PastError, Term, View
@@ -78,21 +78,59 @@ def test_bundles_stay_within_the_budget_and_lose_nothing(monkeypatch: pytest.Mon
     assert all(len(b.paths) == 1 for b in bundle(paths, 32, share=False))
 
 
+def test_prompts_that_begin_alike_share_a_row_unless_their_own_rows_save_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packing, "WORTH", 4)
+    begin, a, b, other = (0,) * 20, (1,) * 6, (2,) * 6, (3,) * 20
+
+    def rows(*prompts: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
+        made = bundle([Path(View("teacher", p), (9, 9)) for p in prompts], 1000, share=True)
+        return [[path.live.prompt for path in item.paths] for item in made]
+
+    assert rows(begin + a, other, begin + b) == [[begin + a, begin + b], [other]]
+    # Six of one prompt save 5 x 26 positions; with a seventh that begins alike only 6 x 20.
+    assert rows(*[begin + a] * 6, begin + b) == [[begin + a] * 6, [begin + b]]
+    assert rows(other, begin[:3] + a, begin[:3] + b) == [[other], [begin[:3] + a], [begin[:3] + b]]
+
+
+def test_a_frozen_forward_has_the_rows_of_the_live_one():
+    read = [View("student", PLAIN), View("student", HINT)]
+    terms = [Term("stay", View("teacher", HINT), view, (6, 7), Stay(), 1.0) for view in read]
+    alone = Path(View("teacher", HINT), (6, 7), [(t, 1.0) for t in terms])
+    other = Path(View("teacher", HINT), (8,), [(terms[0], 1.0)])
+    assert Bundle([alone]).frozen == {"student": [[(read[0], (6, 7))], [(read[1], (6, 7))]]}
+    assert (Bundle([alone]).rows, Bundle([alone]).width) == (2, 7)
+    assert Bundle([alone, other]).frozen == {"student": [[(read[0], (6, 7)), (read[1], (6, 7)), (read[0], (8,))]]}
+    assert Bundle([alone, other]).rows == 1
+
+
+def branching_terms() -> list[Term]:
+    """Prompts that begin alike and go on, or not; live and frozen ones of different lengths."""
+    made = []
+    for i, (rest, tokens) in enumerate([((), (6, 7, 8)), ((4, 3), (5,)), ((4, 6, 6), (7, 2, 2)), ((4, 3), (8, 8))]):
+        live, frozen = View("teacher", HINT + rest), View("student", PLAIN + rest[:1])
+        made.append(Term("correct", live, frozen, tokens, Match(0.5), 0.1 + i))
+        made.append(Term("reinforce", live, None, tokens, Reinforce(1.5 - i), 0.3))
+    return made
+
+
+@pytest.mark.parametrize("terms", [some_terms, branching_terms])
 @pytest.mark.parametrize("budget", [24, 4096])
-def test_shared_prompts_do_not_change_the_update(small_recipe, monkeypatch: pytest.MonkeyPatch, budget: int):
-    alone = update(small_recipe, some_terms(), "learner.shared_prompts=false")
+def test_shared_prompts_do_not_change_the_update(small_recipe, monkeypatch: pytest.MonkeyPatch, budget: int, terms):
+    settings = "learner.teacher.eps=1.0", "learner.teacher.lr=1.0"  # then the update follows the gradient
+    alone = update(small_recipe, terms(), "learner.shared_prompts=false", *settings)
     monkeypatch.setattr(packing, "WORTH", 1)
-    shapes = []
-    monkeypatch.setattr(packing, "shared", lambda paths, real=packing.shared: shapes.append(len(paths)) or real(paths))
-    together = update(small_recipe, some_terms(), f"learner.token_budget={budget}")
+    shapes: list[int] = []
+    real = packing.shared
+    monkeypatch.setattr(packing, "shared", lambda paths, sizes: shapes.extend(sizes) or real(paths, sizes))
+    together = update(small_recipe, terms(), f"learner.token_budget={budget}", *settings)
     assert max(shapes) > 1, "nothing was shared"
     for name, value in alone.items():
         torch.testing.assert_close(together[name], value, rtol=1e-4, atol=2e-6)
 
 
 def test_frozen_prompts_count_in_the_width():
-    path = gather_paths([Term("t", View("student", PLAIN), View("teacher", HINT), (1, 2), Match())], "sequence")[0]
-    assert path.width == len(HINT) + 1
+    paths = gather_paths([Term("t", View("student", PLAIN), View("teacher", HINT), (1, 2), Match())], "sequence")
+    assert Bundle(paths).width == len(HINT) + 1
 
 
 @pytest.mark.parametrize("budget", [16, 24, 64])

@@ -15,39 +15,60 @@ from past_opsd.types import View
 PROMPT = (5, 6, 7)
 PATHS = [
     (View("teacher", PROMPT), (1, 2, 3)),
-    (View("teacher", (9, 8)), (4,)),
     (View("teacher", PROMPT), (7,)),
     (View("teacher", PROMPT), (2, 2, 2, 2)),
+    (View("teacher", (9, 8)), (4,)),
+]
+# Three prompts that begin alike: the first is the whole beginning, the others go on.
+BRANCHES = [
+    (View("student", (5, 6)), (1, 2, 3)),
+    (View("student", (5, 6, 7, 8)), (1, 2)),
+    (View("student", (5, 6, 9)), (4,)),
 ]
 
 
 def test_plain_rows_read_the_prompt_and_all_but_the_last_token():
     packed = packing.plain(PATHS)
     assert packed.ids.tolist()[0] == [5, 6, 7, 1, 2, 0]
-    assert packed.mask.tolist()[1] == [1, 1, 0, 0, 0, 0]
-    assert packed.index.tolist() == [2, 3, 4, 7, 14, 20, 21, 22, 23]
+    assert packed.mask.tolist()[3] == [1, 1, 0, 0, 0, 0]
+    assert packed.index.tolist() == [2, 3, 4, 8, 14, 15, 16, 17, 19]
 
 
 def test_a_shared_row_holds_its_prompt_once_and_positions_start_again():
-    packed = packing.shared(PATHS)
+    packed = packing.shared(PATHS, [3, 1])
     assert packed.ids.tolist() == [[5, 6, 7, 1, 2, 2, 2, 2], [9, 8, 0, 0, 0, 0, 0, 0]]
     assert packed.positions.tolist()[0] == [0, 1, 2, 3, 4, 3, 4, 5]
     # first tokens are all predicted by the prompt's last position
-    assert packed.index.tolist() == [2, 3, 4, 9, 2, 2, 5, 6, 7]
+    assert packed.index.tolist() == [2, 3, 4, 2, 2, 5, 6, 7, 9]
+    assert packed.parts == [(3, [2, 0, 3]), (2, [0])]
 
 
-def test_a_response_sees_the_prompt_and_itself_and_nothing_else():
-    mask = packing.shared(PATHS).mask[0, 0]
-    seen = [row.nonzero().flatten().tolist() for row in mask]
+def test_prompts_that_begin_alike_go_on_from_there():
+    packed = packing.shared(BRANCHES, [3])
+    assert packed.ids.tolist() == [[5, 6, 1, 2, 7, 8, 1, 9]]
+    assert packed.positions.tolist() == [[0, 1, 2, 3, 2, 3, 4, 2]]
+    assert packed.index.tolist() == [1, 2, 3, 5, 6, 7]
+    assert packed.parts == [(2, [2, 3, 1])]
+
+
+def test_a_path_sees_what_is_common_and_itself_and_nothing_else():
+    seen = [row.nonzero().flatten().tolist() for row in packing.dense([(3, [2, 0, 3])], 8)[0, 0]]
     assert seen[:3] == [[0], [0, 1], [0, 1, 2]]
     assert seen[3:5] == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
     assert seen[5:] == [[0, 1, 2, 5], [0, 1, 2, 5, 6], [0, 1, 2, 5, 6, 7]]
 
 
 def test_padding_sees_something_so_that_no_row_is_empty():
-    mask = packing.shared(PATHS).mask
+    mask = packing.dense([(3, [2, 0, 3]), (2, [0])], 8)
     assert bool(mask.any(-1).all())
     assert not bool(mask[1, 0, :2, 2:].any()), "a prompt must not see the padding"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"), [([(1, 2, 3), (1, 2, 4)], 2), ([(1, 2), (1, 2, 4)], 2), ([(1,), (2,)], 0), ([(1, 2)], 2)]
+)
+def test_how_far_prompts_are_the_same(prompts: list[tuple[int, ...]], expected: int):
+    assert packing.common(prompts) == expected
 
 
 @pytest.mark.parametrize(
@@ -60,8 +81,9 @@ def test_sharing_is_used_where_it_pays(prompt: int, count: int, length: int, exp
 
 
 def test_row_length_counts_what_is_read():
-    assert packing.row_length(PROMPT, [(1, 2, 3), (7,), (2, 2, 2, 2)]) == packing.shared(PATHS).ids.shape[1]
-    assert torch.equal(packing.plain(PATHS[:1]).ids[0], torch.tensor([5, 6, 7, 1, 2]))
+    assert packing.row_length(PATHS[:3]) == packing.shared(PATHS[:3], [3]).ids.shape[1]
+    assert packing.row_length(BRANCHES) == packing.shared(BRANCHES, [3]).ids.shape[1]
+    assert packing.row_length(PATHS[:1]) == packing.plain(PATHS[:1]).ids.shape[1]
 
 
 ARCHITECTURES = {
@@ -87,10 +109,12 @@ def test_a_shared_row_is_exact_or_not_used(tmp_path: Path, name: str, attention:
     assert network.shares_prompts is (name != "gemma3")
     generator = torch.Generator().manual_seed(1)
     ids = [tuple(torch.randint(64, (n,), generator=generator).tolist()) for n in (40, 9, 14, 1, 30, 5)]
-    paths = [(View("base", ids[0]), y) for y in ids[1:5]] + [(View("base", ids[5]), ids[1])]
+    prompts = ids[0], ids[0], ids[0] + ids[5], ids[0], ids[5], ids[1], ids[2]
+    paths = [(View("base", x), y) for x, y in zip(prompts, [*ids[1:5], ids[1], ids[5], ids[4]], strict=True)]
     calls.clear()
-    alone, together = network.states(paths), network.states(paths, share=True)
+    alone = network.states(paths)
+    together = network.states(paths, [4, 1, 2]) if network.shares_prompts else alone
     # The dense mask would give the same; where torch's attention is used, only the parts are computed.
-    parts = [(40, [8, 13, 0, 29]), (5, [8])]
+    parts = [(40, [8, 13, 5, 29]), (5, [8]), (0, [13, 43])]
     assert calls == ([parts] * 2 if attention == "sdpa" and name != "gemma3" else [])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)

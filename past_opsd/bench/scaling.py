@@ -31,6 +31,7 @@ from past_opsd.files import write_text
 from past_opsd.learner import Learner, bundle, gather_paths
 from past_opsd.losses import Match
 from past_opsd.model import Model
+from past_opsd.packing import row_length
 from past_opsd.pretrained import load_tokenizer
 from past_opsd.types import PastError, Term, View, mean
 
@@ -241,16 +242,10 @@ def terms(sizes: Sizes) -> list[Term]:
 def multiply_adds(model: Model, setup: Setup) -> float:
     """Of the step's products with weights: three passes over the blocks, three over the head."""
     shape = shape_of(model.config, "bench")
-    found = terms(setup.sizes)
-    paths = gather_paths(found, "sequence")
-    views = {"live": [(t.live.prompt, t.tokens) for t in found], "frozen": []}
-    views["frozen"] = [(t.frozen.prompt, t.tokens) for t in found if t.frozen is not None]
-    positions = {name: sum(len(p) + len(y) - 1 for p, y in pairs) for name, pairs in views.items()}
-    for item in bundle(paths, setup.budget, share=True):
-        again = len(item.paths) - 1  # a shared prompt is read once
-        positions["live"] -= again * setup.sizes.prompt
-        positions["frozen"] -= again * 2 * setup.sizes.prompt
-    body = shape.body * (2 * positions["live"] + positions["frozen"])
+    bundles = bundle(gather_paths(terms(setup.sizes), "sequence"), setup.budget, share=True)
+    live = sum(row_length(item.live) for item in bundles)
+    frozen = sum(row_length(row) for item in bundles for rows in item.frozen.values() for row in rows)
+    body = shape.body * (2 * live + frozen)
     return float(body + 3 * setup.sizes.rows * shape.vocab * shape.hidden)
 
 

@@ -129,9 +129,7 @@ def _side(pipe: Connection, name: str, overrides: Sequence[str], sizes: Sizes) -
     def positions() -> int:
         section = recipe.learner
         bundles = bundle(gather_paths(terms, section.reduction), section.token_budget, section.shared_prompts)
-        return sum(
-            packing.row_length(item.paths[0].live.prompt, [path.tokens for path in item.paths]) for item in bundles
-        )
+        return sum(packing.row_length(item.live) for item in bundles)
 
     serve(pipe, {"gradient": gradient, "step": step, "positions": positions, "peak": peak})
 
