@@ -16,7 +16,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import random
 import re
 import shutil
@@ -29,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from past_opsd.files import writing
+from past_opsd.files import sync, writing
 from past_opsd.learner import Learner
 from past_opsd.model import TRAINABLE, Model
 from past_opsd.types import Adapter, PastError
@@ -76,7 +75,7 @@ def save(run: Path, step: int, model: Model, learner: Learner, state: Mapping[st
             if final.exists():
                 shutil.rmtree(final)
             temporary.rename(final)
-            _sync(final.parent)
+            sync(final.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -96,8 +95,8 @@ def _write(path: Path, step: int, model: Model, learner: Learner, state: Mapping
     manifest = {name: {"bytes": (path / name).stat().st_size, "sha256": _hash(path / name)} for name in files}
     (path / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for inner in sorted(path.rglob("*"), reverse=True):
-        _sync(inner)
-    _sync(path)
+        sync(inner)
+    sync(path)
 
 
 def damage(path: Path) -> str | None:
@@ -281,11 +280,3 @@ def _decode(text: str) -> Tensor:
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

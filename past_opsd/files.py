@@ -30,16 +30,28 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` at the end; a kill, an error or a full disk leaves the old file."""
+    """A name to write to, which becomes `path` at the end; a kill, an error, a power cut or a full disk leaves the old
+    file or the new one, whole."""
     part = path.with_name(f".{path.name}.part")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield part
+            sync(part)
             os.replace(part, path)
+            sync(path.parent)
         except BaseException:
             part.unlink(missing_ok=True)
             raise
+
+
+def sync(path: Path) -> None:
+    """A file or folder on the disk itself, not only in the system's memory: a power cut does not take it back."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -91,6 +91,8 @@ class Recorder:
         path = self._run / name
         with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # the checkpoint that follows is on the disk, and this must be there before it
 
     def _parquet(self, kind: str, k: int, rows: Sequence[Mapping[str, Any]]) -> None:
         table = pa.Table.from_pylist([dict(row) for row in rows], schema=SCHEMA)

@@ -38,7 +38,7 @@ class Display:
     def note(self, text): pass
 
 if phase.startswith("checkpoint"):
-    real = checkpoint._sync
+    real = checkpoint.sync
     def sync(path):
         name = f".writing-checkpoint-{cycle + 1:05d}" if phase == "checkpoint" else f"checkpoint-{cycle + 1:05d}"
         if name in str(path) and (phase == "checkpoint" or ".writing" not in str(path)): die()
@@ -46,7 +46,7 @@ if phase.startswith("checkpoint"):
     def sync_parent(path):
         real(path)
         if path.name == "checkpoints" and (path / f"checkpoint-{cycle + 1:05d}").exists(): die()
-    checkpoint._sync = sync if phase == "checkpoint" else sync_parent
+    checkpoint.sync = sync if phase == "checkpoint" else sync_parent
 
 train(config.load("embedded/past", sys.argv[4:]), Path(out), False, Display())
 """

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from past_opsd import boundary
+from past_opsd.files import write_text
 from past_opsd.report import data, figures, page, trajectories
 from past_opsd.report.data import Run
 from past_opsd.types import PastError
@@ -29,8 +28,7 @@ def write(
 
     Code that the runs' recipes name is run, for the trajectories, only with `trust`.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _replace(out, _render(runs, trajectories, out.parent / "figures" if figures else None, trust))
+    write_text(out, _render(runs, trajectories, out.parent / "figures" if figures else None, trust))
     return out
 
 
@@ -43,23 +41,6 @@ def _render(runs: Sequence[Run], count: int, folder: Path | None, trust: bool) -
         files = {f.name: [f"{folder.name}/{path.name}" for path in figures.save(f, folder)] for f in found}
     browser = trajectories.collect(methods, count, trust)
     return page.page(page.Content(list(runs), methods, found, browser, files))
-
-
-def _replace(out: Path, text: str) -> None:
-    try:
-        handle, name = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
-    except OSError as error:
-        raise PastError(f"{out}: cannot be written ({error.strerror}); choose another --out") from None
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as sink:
-            sink.write(text)
-            sink.flush()
-            os.fsync(sink.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, out)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

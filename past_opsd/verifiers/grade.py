@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
 import time
 import tomllib
 from collections import Counter
@@ -18,7 +16,7 @@ from typing import IO, Any
 from pydantic import ValidationError
 
 from past_opsd.config import plugin
-from past_opsd.files import writing
+from past_opsd.files import whole
 from past_opsd.types import PastError, Problem, Response, Verdict
 from past_opsd.verifiers import Verifier
 
@@ -200,21 +198,8 @@ def _replacing(out: Path | None) -> Iterator[IO[bytes] | None]:
     if out is None:
         yield None
         return
-    try:
-        handle, name = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
-    except OSError as error:
-        raise PastError(f"{out}: cannot be written ({error.strerror}). Give --out a folder that exists.") from None
-    try:
-        with writing(out):
-            with os.fdopen(handle, "wb") as sink:
-                yield sink
-                sink.flush()
-                os.fsync(sink.fileno())
-            os.chmod(name, 0o644)
-            os.replace(name, out)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with whole(out) as part, part.open("wb") as sink:
+        yield sink
 
 
 def render(summary: Summary) -> str:

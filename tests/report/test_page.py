@@ -299,8 +299,8 @@ def test_a_failed_report_leaves_the_old_one(runs: list[Run], tmp_path: Path, mon
     whole = out.read_text(encoding="utf-8")
     assert whole.startswith("<!doctype html>")
     assert whole.endswith("</html>\n")
-    monkeypatch.setattr(report.os, "replace", full)
-    with pytest.raises(OSError, match="full"):
+    monkeypatch.setattr("past_opsd.files.os.replace", full)
+    with pytest.raises(PastError, match="full"):
         report.write(runs, out, trajectories=0, figures=False)
     assert [p.name for p in tmp_path.iterdir()] == ["index.html"]
     assert out.read_text(encoding="utf-8") == whole

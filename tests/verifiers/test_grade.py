@@ -105,7 +105,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([str(path), "--set", "timeouts=3"], "timeouts.*knows timeout"),
         ([str(path), "--set", "timeout"], "KEY=VALUE"),
         ([str(path), "--verifier", "exactly"], "known are"),
-        ([str(path), "--out", str(tmp_path / "no" / "out")], "cannot be written"),
+        ([str(path), "--out", str(path / "out")], "cannot be written"),
         ([str(path), "--protocol-field", "p"], "in.jsonl:1: `p` is not one of"),
     ):
         with pytest.raises(PastError, match=message):
