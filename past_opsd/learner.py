@@ -11,6 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,18 +73,18 @@ def gather_paths(terms: Sequence[Term], reduction: str) -> list[Path]:
     return list(paths.values())
 
 
-@dataclass
+@dataclass(frozen=True)
 class Bundle:
     """Paths whose live forward is one row: a path alone, or several whose prompts begin alike."""
 
-    paths: list[Path]
+    paths: Sequence[Path]
 
-    @property
+    @cached_property
     def live(self) -> list[packing.Pair]:
         """The row of the live forward."""
         return [(path.live, path.tokens) for path in self.paths]
 
-    @property
+    @cached_property
     def frozen(self) -> dict[Adapter, list[list[packing.Pair]]]:
         """The rows of the frozen forwards: a row for several paths, as live; a row each where one path has several."""
         found: dict[Adapter, dict[packing.Pair, None]] = defaultdict(dict)
@@ -94,12 +95,12 @@ class Bundle:
         alone = len(self.paths) == 1
         return {adapter: [[p] for p in pairs] if alone else [list(pairs)] for adapter, pairs in found.items()}
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Tokens of the longest row, live or frozen."""
         return max(map(packing.row_length, [self.live, *(row for rows in self.frozen.values() for row in rows)]))
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of the largest forward."""
         return max([1, *map(len, self.frozen.values())])
@@ -110,24 +111,30 @@ def bundle(paths: Sequence[Path], token_budget: int, share: bool) -> list[Bundle
     if not share:
         return [Bundle([path]) for path in paths]
     order = {id(path): i for i, path in enumerate(paths)}
-    groups: list[Bundle] = []
+    groups: list[list[Path]] = []
+    begin = 0
     for path in sorted(paths, key=lambda p: p.live.prompt):
-        joined = Bundle([*(groups[-1].paths if groups else []), path])
-        if groups and packing.pays(joined.live) and packing.saved(joined.live) > packing.saved(groups[-1].live):
-            groups[-1] = joined
+        # They are sorted, so all of a group begin with what its first and its last begin with.
+        also = packing.common([groups[-1][0].live.prompt, path.live.prompt]) if groups else 0
+        if also >= packing.WORTH and also * len(groups[-1]) > begin * (len(groups[-1]) - 1):
+            groups[-1].append(path)
+            begin = also
         else:
-            groups.append(Bundle([path]))
-    made = [row for group in groups for row in _divide(group.paths, token_budget)]
+            groups.append([path])
+    made = [row for group in groups for row in _divide(group, token_budget)]
     return sorted(made, key=lambda b: order[id(b.paths[0])])
 
 
 def _divide(paths: Sequence[Path], token_budget: int) -> list[Bundle]:
     """As few rows as fit the budget, and these alike: the longest decides about the memory."""
-    for count in range(1, len(paths)):
+    fewest = -(-Bundle(paths).width // token_budget)
+    for count in range(fewest, len(paths)):
         size = -(-len(paths) // count)
-        rows = [Bundle(list(paths[i : i + size])) for i in range(0, len(paths), size)]
+        rows = [Bundle(paths[i : i + size]) for i in range(0, len(paths), size)]
         several = [row for row in rows if len(row.paths) > 1]
-        if all(row.width <= token_budget and packing.pays(row.live) for row in several):
+        if not all(packing.pays(row.live) for row in several):
+            break
+        if all(row.width <= token_budget for row in several):
             return rows
     return [Bundle([path]) for path in paths]
 

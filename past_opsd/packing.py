@@ -97,8 +97,10 @@ def dense(parts: Parts, width: int) -> Tensor:
 def common(prompts: Sequence[Tokens]) -> int:
     """How many tokens all prompts begin with."""
     first, last = min(prompts), max(prompts)  # what these two begin with, all between them begin with
+    if first == last:
+        return len(first)
     differ = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
-    return next(differ, min(len(first), len(last)))
+    return next(differ, len(first))
 
 
 def row_length(paths: Sequence[Pair]) -> int:
