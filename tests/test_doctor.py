@@ -43,9 +43,10 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_offline")
 def test_dry_needs_no_weights_and_says_what_it_could_not_check(capsys):
-    code, out = lines(capsys, "paper/past", "--dry", "--repeats", "1")
+    code, out = lines(capsys, "paper/past", "--dry", "--repeats", "3")
     assert code == 0, out
     assert out.count("not checked") == 2
+    assert "fused in bfloat16 against float32 autograd, at most 0.01" in out
     assert "needs the tokenizer" in out
     assert "1.72 B parameters" in out
     assert "38,912 new tokens" in out
