@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from past_opsd import packing
 from past_opsd.bench import shared
 from past_opsd.types import PastError
 
@@ -18,8 +17,7 @@ def arguments(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_prints_both_and_the_same_gradient(capsys, in_threads, monkeypatch):
-    monkeypatch.setattr(packing, "WORTH", 100)
+def test_prints_both_and_the_same_gradient(capsys, in_threads):
     words = "--recipe embedded/past --prompt 180 --student-prompt 30 --group 8 --tokens 12 --repeats 1"
     assert shared.run(arguments(*words.split())) == 0
     out = capsys.readouterr().out
