@@ -273,9 +273,13 @@ class Learner:
         paths = gather_paths(terms, self._section.reduction)
         # A row that holds more than a rank's share would leave other ranks idle.
         limit = budget if size == 1 else min(budget, -(-sum(Bundle([path]).width for path in paths) // size))
-        bundles = bundle(paths, limit, self._section.shared_prompts and self._model.shares_prompts)
+        bundles = bundle(paths, limit, self._shares_prompts())
         shares = balance([item.width * item.rows for item in bundles], size)
         return [list(micro_batches([bundles[i] for i in own], budget)) for own in shares]
+
+    def _shares_prompts(self) -> bool:
+        networks = [self._model] if self._model.expert is None else [self._model, self._model.expert]
+        return self._section.shared_prompts and all(network.shares_prompts for network in networks)
 
     def _round(self, phase: Adapter, n: int, plans: Sequence[Sequence[Sequence[Bundle]]], log: Log) -> list[str]:
         """One micro-batch; returns what failed, for the ranks to stop together.

@@ -128,6 +128,16 @@ def test_shared_prompts_do_not_change_the_update(small_recipe, monkeypatch: pyte
         torch.testing.assert_close(together[name], value, rtol=1e-4, atol=2e-6)
 
 
+def test_rows_are_shared_only_where_every_network_can(small_recipe, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packing, "WORTH", 1)
+    terms = [Term("d", View("student", HINT), View("expert", HINT), (6, n), Match(), 1.0) for n in (7, 8)]
+    with session(small_recipe("embedded/opd")) as parts:
+        for able in (True, False):
+            parts.model.expert.__dict__["shares_prompts"] = able
+            ((batch,),) = parts.learner._plans(terms)
+            assert [len(item.paths) for item in batch] == ([2] if able else [1, 1])
+
+
 def test_frozen_prompts_count_in_the_width():
     paths = gather_paths([Term("t", View("student", PLAIN), View("teacher", HINT), (1, 2), Match())], "sequence")
     assert Bundle(paths).width == len(HINT) + 1
