@@ -99,7 +99,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the checks and the estimate; 1 when a check failed."""
     recipe = config.load(args.recipe, args.overrides)
     console = Console()
-    repeats = args.repeats or (2 if slow(recipe) and not args.dry else REPEATS)
+    repeats = args.repeats
+    if repeats is None:
+        repeats = 2 if slow(recipe) and not args.dry else REPEATS
+    if repeats < 1:
+        raise PastError(f"--repeats is {repeats}; it must be at least 1")
     with Watch() as watch:
         rows = dry(recipe, repeats, watch) if args.dry else full(recipe, repeats, watch)
     console.print(table(recipe, rows))

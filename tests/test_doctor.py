@@ -128,3 +128,8 @@ def test_a_large_model_on_a_cpu_is_checked_on_less(monkeypatch: pytest.MonkeyPat
 def test_it_says_what_it_is_doing(capsys):
     assert list(doctor.Watch().each("Some check", range(3))) == [0, 1, 2]
     assert "checked: Some check (3 in" in capsys.readouterr().err
+
+
+def test_no_repeats_are_a_mistake(capsys):
+    assert main(["doctor", "embedded/past", "--repeats", "0"]) == 2
+    assert "--repeats is 0" in capsys.readouterr().err
