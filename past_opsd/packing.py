@@ -109,10 +109,10 @@ def row_length(paths: Sequence[Pair]) -> int:
 
 
 def saved(paths: Sequence[Pair]) -> int:
-    """Positions that a shared row has less than its paths alone."""
+    """By how many positions a shared row is shorter than its paths alone."""
     return (len(paths) - 1) * common([view.prompt for view, _ in paths])
 
 
 def pays(paths: Sequence[Pair]) -> bool:
-    """Whether a shared row has a long beginning, and at least a fifth less positions than its paths alone."""
+    """Whether a shared row has a long beginning, and at least a fifth fewer positions than its paths alone."""
     return common([view.prompt for view, _ in paths]) >= WORTH and 4 * saved(paths) >= row_length(paths)
