@@ -1,9 +1,9 @@
 """`past doctor RECIPE`: the checks of tab:protocol-checks on this recipe, and what it needs on this machine.
 
 Every check is repeated on other problems and seeds. What would take long runs on a small copy of the recipe: few
-problems, short responses, two cycles; fewer and shorter still, and two repeats, where the model is large for a CPU.
-`--dry` loads no weights: numerics run on made hidden states of the model's
-shape, semantics and resume on the embedded model with the recipe's method.
+problems, short responses, two cycles; fewer of them, and two repeats, where the model is large for a CPU. `--dry` loads
+no weights: numerics run on made hidden states of the model's shape, the other checks on the embedded model with the
+recipe's method.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ from past_opsd.types import Attempt, PastError, Problem, Response, Term, Tokens,
 LOSS_BOUND = 1e-3
 HALF_BOUND = 1e-2  # the paper's own implementations in bfloat16 are 0.0025 to 0.0038 off
 COSINE_BOUND = 0.999
-T = TypeVar("T")
 MADE_VOCAB = 2048  # CPUs without bfloat16 units take minutes for a large head
 REPEATS = 8
 SLOW = 30_000_000  # parameters; on a CPU, a cycle of more takes minutes unless it is cut to a few sequences
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -333,14 +334,12 @@ def made_numerics(recipe: Recipe, repeats: int, watch: Watch) -> list[Row]:
         live, frozen, head = (x.to(choice.device, dtype) for x in (live, frozen, head))
         tokens = torch.randint(vocab, (8,), generator=generator).to(choice.device)
         jobs = [fused.Job(Match(math.inf), torch.full((8,), 1 / 8, device=choice.device))]
-        a = fused.run(
-            recipe.learner.implementation, live.to(dtype), frozen.to(dtype), head.to(dtype), None, tokens, jobs
+        a, b = (
+            fused.run(name, live, frozen, head, None, tokens, jobs)
+            for name in (recipe.learner.implementation, "reference")
         )
-        b = fused.run("reference", live, frozen, head, None, tokens, jobs)
         errors.append(abs(float(a.values[0].mean() - b.values[0].mean())))
-        cosines.append(
-            float(torch.nn.functional.cosine_similarity(a.grad.double().flatten(), b.grad.double().flatten(), dim=0))
-        )
+        cosines.append(cosine(a.grad, b.grad))
     return _numeric_rows(errors, cosines, recipe.learner.implementation, dtype)
 
 
@@ -420,7 +419,7 @@ def runs(recipe: Recipe, repeats: int, watch: Watch, note: str = "") -> list[Row
             train(copy, broken, True, Silent())
             resumed.append(float(_bytes(whole) == _bytes(broken)))
             train(exact, other, False, Silent())
-            a, b = _outcomes(copy, whole), _outcomes(exact, other)
+            a, b = _outcomes(copy, [whole, other])
         flips = int(np.sum(a != b))
         differences.append(100 * float(a.mean() - b.mean()))
         # Equal up to chance: of the outcomes that differ, neither side wins more than two standard errors too often.
@@ -437,25 +436,28 @@ def runs(recipe: Recipe, repeats: int, watch: Watch, note: str = "") -> list[Row
     ]
 
 
-def _outcomes(recipe: Recipe, run: Path) -> np.ndarray:
-    """Of the run's last student on a few held-out problems."""
+def _outcomes(recipe: Recipe, runs: Sequence[Path]) -> list[np.ndarray]:
+    """Of each run's last student on a few held-out problems."""
+    out: list[np.ndarray] = []
     with session(recipe) as parts:
-        checkpoint.load_adapter(parts.model, "student", checkpoint.folder(run, recipe.run.cycles))
-        parts.loop.publish()
         task = parts.task
         few = Problems(task.identity, (), {name: tuple(p)[:4] for name, p in task.evaluation().items()}, task.style)
-        result = evaluate(
-            parts.loop.lab,
-            parts.loop.prompts,
-            few,
-            recipe.evaluation,
-            adapter="student",
-            versions=parts.model.versions,
-            seed=derive_seed("doctor", recipe.run.seed),
-            step=recipe.run.cycles,
-            max_context=parts.model.max_context,
-        )
-    return np.concatenate([outcomes.flatten() for outcomes in result.outcomes().values()])
+        for run in runs:
+            checkpoint.load_adapter(parts.model, "student", checkpoint.folder(run, recipe.run.cycles))
+            parts.loop.publish()
+            result = evaluate(
+                parts.loop.lab,
+                parts.loop.prompts,
+                few,
+                recipe.evaluation,
+                adapter="student",
+                versions=parts.model.versions,
+                seed=derive_seed("doctor", recipe.run.seed),
+                step=recipe.run.cycles,
+                max_context=parts.model.max_context,
+            )
+            out.append(np.concatenate([outcomes.flatten() for outcomes in result.outcomes().values()]))
+    return out
 
 
 @contextmanager

@@ -30,8 +30,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` at the end; a kill, an error, a power cut or a full disk leaves the old
-    file or the new one, whole."""
+    """A name to write to, which becomes `path` at the end: a kill, an error or a full disk leaves the old file."""
     part = path.with_name(f".{path.name}.part")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

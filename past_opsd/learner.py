@@ -402,8 +402,7 @@ class Learner:
 
 def _frozen_adapters(chosen: Sequence[Bundle]) -> int:
     """Forwards of the sharded base that a micro-batch's frozen views take: one an adapter."""
-    terms = [term for item in chosen for path in item.paths for term, _ in path.terms]
-    return len({t.frozen.adapter for t in terms if t.frozen is not None} - {"expert"})
+    return len({adapter for item in chosen for adapter in item.frozen} - {"expert"})
 
 
 @dataclass(frozen=True)

@@ -144,20 +144,22 @@ class Network:
         return self._run(packing.shared(paths, sizes) if max(sizes, default=1) > 1 else packing.plain(paths))
 
     def _run(self, packed: packing.Packed) -> Tensor:
-        arguments: dict[str, Any] = {"attention_mask": packed.mask.to(self.device)}
-        if packed.parts:
-            width = packed.ids.shape[1]
-            if self.choice.attention == "eager":  # adds its mask to the scores
-                hidden = ~packing.dense(packed.parts, width).to(self.device)
-                lowest = torch.finfo(self.head.dtype).min
-                mask = torch.zeros_like(hidden, dtype=self.head.dtype).masked_fill_(hidden, lowest)
-            else:
-                mask = attention.SharedMask.of(packed.parts, width, self.device)
-            arguments = {"attention_mask": mask, "position_ids": packed.positions.to(self.device)}
+        if packed.mask is not None:
+            arguments: dict[str, Any] = {"attention_mask": packed.mask.to(self.device)}
+        else:
+            arguments = {"attention_mask": self._shared_mask(packed), "position_ids": packed.positions.to(self.device)}
         backbone = cast(Any, self.network).base_model
         states = backbone(input_ids=packed.ids.to(self.device), use_cache=False, **arguments).last_hidden_state
         states = self._scaled(states.to(self.head.device))
         return states.flatten(0, 1)[packed.index.to(states.device)]
+
+    def _shared_mask(self, packed: packing.Packed) -> Tensor:
+        width = packed.ids.shape[1]
+        if self.choice.attention != "eager":
+            return attention.SharedMask.of(packed.parts, width, self.device)
+        hidden = ~packing.dense(packed.parts, width).to(self.device)
+        lowest = torch.finfo(self.head.dtype).min  # eager attention adds its mask to the scores
+        return torch.zeros_like(hidden, dtype=self.head.dtype).masked_fill_(hidden, lowest)
 
     @property
     def attention_kinds(self) -> set[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -24,15 +25,15 @@ Parts = list[tuple[int, list[int]]]
 
 @dataclass(frozen=True)
 class Packed:
-    """One forward: ids and positions [B, L], what is not padding, and where each path's predictions stand in [B * L].
+    """One forward: ids and positions [B, L], and where each path's predictions stand in [B * L].
 
-    `parts` says what a position may look at where rows are shared; it is empty for plain rows.
+    What a position may look at: in plain rows what `mask` [B, L] marks as not padding; in shared rows see `parts`.
     """
 
     ids: Tensor
     positions: Tensor
-    mask: Tensor
     index: Tensor
+    mask: Tensor | None = None
     parts: Parts = field(default_factory=list)
 
 
@@ -47,25 +48,23 @@ def plain(paths: Sequence[Pair]) -> Packed:
         mask[row, : len(sequence)] = 1
     starts = [row * width + len(view.prompt) - 1 for row, (view, _) in enumerate(paths)]
     index = torch.cat([torch.arange(s, s + len(y)) for s, (_, y) in zip(starts, paths, strict=True)])
-    return Packed(ids, torch.arange(width).expand_as(ids), mask, index)
+    return Packed(ids, torch.arange(width).expand_as(ids), index, mask=mask)
 
 
 def shared(paths: Sequence[Pair], sizes: Sequence[int]) -> Packed:
     """A row for each of `sizes`, which says how many of the paths, in order, stand in it."""
-    starts = [sum(sizes[:row]) for row in range(len(sizes))]
-    rows = [paths[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    waiting = iter(paths)
+    rows = [list(islice(waiting, size)) for size in sizes]
     width = max(map(row_length, rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     positions = torch.zeros(len(rows), width, dtype=torch.long)
-    mask = torch.zeros(len(rows), width, dtype=torch.long)
     index: list[int] = []
     parts: Parts = []
     for row, members in enumerate(rows):
         begin = common([view.prompt for view, _ in members])
         follow = [view.prompt[begin:] + tokens[:-1] for view, tokens in members]
-        read = members[0][0].prompt[:begin] + sum(follow, ())
+        read = [*members[0][0].prompt[:begin], *chain.from_iterable(follow)]
         ids[row, : len(read)] = torch.tensor(read)
-        mask[row, : len(read)] = 1
         where, start = list(range(begin)), begin
         for (view, tokens), own in zip(members, follow, strict=True):
             where += range(begin, begin + len(own))
@@ -76,7 +75,7 @@ def shared(paths: Sequence[Pair], sizes: Sequence[int]) -> Packed:
             start += len(own)
         positions[row, : len(read)] = torch.tensor(where)
         parts.append((begin, [len(own) for own in follow]))
-    return Packed(ids, positions, mask, torch.tensor(index), parts)
+    return Packed(ids, positions, torch.tensor(index), parts=parts)
 
 
 def dense(parts: Parts, width: int) -> Tensor:

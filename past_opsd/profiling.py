@@ -24,12 +24,20 @@ PROFILED_CYCLE = 1  # the first one pays for warm-up
 
 
 class Clock:
-    """Charges time to one name at a time: a phase until the next one, a span inside it to itself."""
+    """Charges time to one name at a time: a phase until the next one, a span inside it to itself.
 
-    def __init__(self, notify: Callable[[int, str], None] = lambda cycle, name: None):
+    `now` may be `time.process_time`: then other load on the machine does not count.
+    """
+
+    def __init__(
+        self,
+        notify: Callable[[int, str], None] = lambda cycle, name: None,
+        now: Callable[[], float] = time.perf_counter,
+    ):
         self.cycle = 0
         self.events: list[tuple[str, int, float, float]] = []  # name, cycle, start, seconds
         self._notify = notify
+        self._now = now
         self._name: str | None = None
         self._since = 0.0
 
@@ -53,7 +61,7 @@ class Clock:
             self._switch(outer)
 
     def _switch(self, name: str | None) -> None:
-        now = time.perf_counter()
+        now = self._now()
         if self._name is not None:
             self.events.append((self._name, self.cycle, self._since, now - self._since))
         self._name, self._since = name, now

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from past_opsd.files import whole, writing
+from past_opsd.files import sync, whole, writing
 from past_opsd.loop import Cycle
 from past_opsd.types import Attempt, PastError
 
@@ -89,10 +89,10 @@ class Recorder:
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         path = self._run / name
-        with writing(path), path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # the checkpoint that follows is on the disk, and this must be there before it
+        with writing(path):
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            sync(path)  # the checkpoint that follows is on the disk, and this must be there before it
 
     def _parquet(self, kind: str, k: int, rows: Sequence[Mapping[str, Any]]) -> None:
         table = pa.Table.from_pylist([dict(row) for row in rows], schema=SCHEMA)

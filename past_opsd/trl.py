@@ -384,9 +384,6 @@ class RewardVerifier(Closing):
         names = ", ".join(_path_of(function) for function in functions)
         self.identity = f"rewards {names} weights {self._weights} threshold {threshold}"
 
-    def close(self) -> None:
-        """Nothing was started."""
-
     def verify(self, items: Sequence[tuple[Problem, Response]]) -> list[Verdict]:
         """The weighted sum of all rewards, against the threshold; a truncated response fails before it is asked."""
         asked = [(p, r) for p, r in items if r.finished]

@@ -13,10 +13,11 @@ from typing import Any, cast
 import torch
 
 from past_opsd import config
-from past_opsd.bench._products import CpuClock, Recorder, Replay
+from past_opsd.bench._products import Recorder, Replay
 from past_opsd.bench._worker import peak, serve
 from past_opsd.engines.torch import TorchEngine
 from past_opsd.loop import Cycle
+from past_opsd.profiling import Clock
 from past_opsd.train import Session, assemble
 from past_opsd.types import Closing, Problem, Response, Verdict
 from past_opsd.verifiers import Reason
@@ -108,9 +109,10 @@ class _Worker:
         replay.run()
         whole, products = [], []
         for _ in range(repeats):
-            clock = CpuClock()
+            clock = Clock(now=time.process_time)
             self._run(clock.phase)
-            whole.append(clock.stop())
+            clock.stop()
+            whole.append(clock.seconds(0))
             products.append(replay.run())
         return {
             name: (statistics.median(w[name] for w in whole), statistics.median(p.get(name, 0.0) for p in products))

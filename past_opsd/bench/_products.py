@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from past_opsd.profiling import Clock
+
 aten = torch.ops.aten
 PRODUCTS = {
     aten.mm,
@@ -80,27 +82,6 @@ def _place(value: Any) -> Any:
     return Place(storage.data_ptr(), storage.nbytes(), *layout)
 
 
-class CpuClock:
-    """This process's CPU seconds by phase: other load on the machine does not count."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._name: str | None = None
-        self._since = 0.0
-
-    def phase(self, name: str | None) -> None:
-        """The phase before ends here and this one begins."""
-        now = time.process_time()
-        if self._name is not None:
-            self._seconds[self._name] += now - self._since
-        self._name, self._since = name, now
-
-    def stop(self) -> dict[str, float]:
-        """The last phase ends; all of them."""
-        self.phase(None)
-        return dict(self._seconds)
-
-
 class Replay:
     """The recorded products on random numbers."""
 
@@ -130,11 +111,12 @@ class Replay:
     @torch.no_grad()
     def run(self) -> dict[str, float]:
         """CPU seconds by phase."""
-        clock = CpuClock()
+        clock = Clock(now=time.process_time)
         current = ""
         for phase, operation, args, kwargs in self._calls:
             if phase != current:
                 current = phase
                 clock.phase(phase)
             operation(*args, **kwargs)
-        return clock.stop()
+        clock.stop()
+        return clock.seconds(0)

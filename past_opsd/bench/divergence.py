@@ -16,12 +16,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import get_args
 
 import torch
 from torch import Tensor
 
+from past_opsd.bench._worker import peak_beyond
 from past_opsd.fused import Implementation, Job
 from past_opsd.fused import run as run_losses
 from past_opsd.losses import Match
@@ -225,21 +225,11 @@ def peak_memory(name: str, shape: tuple[int, int, int], threads: int) -> float |
 
 
 def _peak_memory_here(name: str, shape: tuple[int, int, int], threads: int) -> float | None:
-    status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not (status.exists() and clear.exists()):
-        return None
     torch.set_num_threads(threads)
     call, problem = contestant(name), Problem.make(*shape)
     call(Problem.make(8, 64, 16))
     gc.collect()
-    clear.write_text("5")  # resets the high-water mark to what is resident now
-    before = _kibibytes(status, "VmRSS")
-    call(problem)
-    return (_kibibytes(status, "VmHWM") - before) / 1024
-
-
-def _kibibytes(status: Path, field: str) -> int:
-    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(field + ":"))
+    return peak_beyond(lambda: call(problem))
 
 
 def report(lines: list[Line], shape: tuple[int, int, int], threads: int, repeats: int) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
+from past_opsd import packing
 from past_opsd.engines._lean import Lean
 from past_opsd.model import Model
 from past_opsd.types import PastError, Tokens
@@ -147,12 +148,10 @@ class Rows:
 
     def _shared(self, prompts: Sequence[Tokens]) -> tuple[Tokens, DynamicCache | None]:
         """A prefix of all prompts, computed once; empty where it is short, or a window would not see past it."""
-        first, last = min(prompts), max(prompts)
-        common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-        common = min(common, min(len(prompt) for prompt in prompts) - 1)
+        common = min(packing.common(prompts), min(len(prompt) for prompt in prompts) - 1)
         if common < SHARED_PREFIX or len(set(prompts)) == 1 or not self._model.full_attention:
             return (), None
-        prefix = first[:common]
+        prefix = prompts[0][:common]
         cache = DynamicCache()
         ids = torch.tensor([prefix], device=self._model.device)
         positions = torch.arange(common, device=self._model.device)[None]

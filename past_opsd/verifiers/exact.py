@@ -27,9 +27,6 @@ class Exact(Closing):
         self.options = options
         self.identity = f"exact (whole_text={options.whole_text}, strip_thinking={options.strip_thinking})"
 
-    def close(self) -> None:
-        """Nothing to end: it starts no processes."""
-
     def verify(self, items: Sequence[tuple[Problem, Response]]) -> list[Verdict]:
         return [self._verdict(problem.answer, response) for problem, response in items]
 
