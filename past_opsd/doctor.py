@@ -425,9 +425,11 @@ def runs(recipe: Recipe, repeats: int, watch: Watch, note: str = "") -> list[Row
         # Equal up to chance: of the outcomes that differ, neither side wins more than two standard errors too often.
         even += abs(float(np.sum(a) - np.sum(b))) <= 2 * math.sqrt(flips)
         flipped, right, count = flipped + flips, right + int(a.sum()), count + len(a)
+    rollout = small(recipe).rollout
     told = (
         f"{chosen} minus reference, in points: {flipped} of {count} outcomes differ, {right} are right; passed when "
-        "those that differ are even up to chance"
+        f"those that differ are even up to chance; two cycles of {rollout.problems_per_cycle} x "
+        f"{rollout.samples_per_problem} responses of at most {rollout.student.max_new_tokens} tokens"
     )
     return [
         Row("End-to-end paired difference", differences, even, ", ".join(filter(None, [told, note]))),
