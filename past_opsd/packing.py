@@ -16,7 +16,7 @@ from torch import Tensor
 
 from past_opsd.types import Tokens, View
 
-WORTH = 128  # positions of a common beginning; below it, attending by parts costs what it saves
+WORTH = 128  # positions of a common beginning; attending by parts has a cost for each part
 
 Pair = tuple[View, Tokens]
 Parts = list[tuple[int, list[int]]]

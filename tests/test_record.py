@@ -73,3 +73,12 @@ def test_a_line_cut_by_a_kill_is_left_out(tmp_path: Path):
     assert read_lines(tmp_path / "metrics.jsonl") == [{"cycle": 0}]
     Recorder(tmp_path).rewind(5)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"cycle": 0}\n'
+
+
+def test_lines_are_on_the_disk_before_a_checkpoint_can_follow(recorded, monkeypatch: pytest.MonkeyPatch):
+    recorder, cycles, folder = recorded
+    synced: list[tuple[str, int]] = []
+    monkeypatch.setattr("past_opsd.record.sync", lambda path: synced.append((path.name, len(read_lines(path)))))
+    recorder.cycle(2, cycles[1], {}, {})
+    assert synced == [("metrics.jsonl", 3), ("timings.jsonl", 3)]
+    assert len(read_lines(folder / "metrics.jsonl")) == 3

@@ -60,6 +60,12 @@ def test_every_architecture_decodes_in_changing_company(name: str, tmp_path: Pat
     assert len(set(lengths)) > 3  # some leave early
 
 
+def test_a_prompt_that_is_the_beginning_of_the_others_keeps_a_token_of_its_own(tmp_path: Path):
+    requests = ragged(3, common=40)
+    stem = Request(View("student", requests[0].view.prompt[:40]), derive_seed("stem"))
+    check(network(tmp_path, "llama"), [*requests, stem], batch=8)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "windowed"])
 def test_a_beginning_that_all_prompts_share_is_read_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model, requests, read = network(tmp_path, name), ragged(6, common=33), []
