@@ -6,7 +6,6 @@ is measured along token ids goes from hidden states through the head chunk by ch
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,13 +69,6 @@ def opened(run: Path, step: int, trust: bool = False) -> Iterator[Boundary]:
         boundary = Boundary(parts, run, teacher_adapter(parts))
         boundary.move(step)
         yield boundary
-
-
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """The option of every command that opens a run."""
-    parser.add_argument(
-        "--trust", action="store_true", help="run code that the run's recipe names (modules, trust_remote_code)"
-    )
 
 
 def code(recipe: config.Recipe) -> list[str]:

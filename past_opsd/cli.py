@@ -7,44 +7,52 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from past_opsd import __version__, config
+from past_opsd import __version__, arguments
 from past_opsd.types import PastError
 
 if TYPE_CHECKING:
+    from past_opsd import config
     from past_opsd.distributed import World
 
 Run = Callable[[argparse.Namespace], int]
-
-# Commands that are modules of their own, with `add_arguments(parser)` and `run(args)`: what each does, where it is,
-# and whether it takes a recipe.
-MODULES = {
-    "report": ("write a run's or a comparison's report as one HTML file, with figures", "report", False),
-    "watch": ("show the report of a run in the browser while it trains", "watch", False),
-    "probe": ("does the teacher use the matching trajectory? (removed, shuffled)", "probes", False),
-    "shift": ("how much of the teacher's change can reach the student", "shift", False),
-    "theory": ("check every proposition of the paper on finite problems", "theory.command", False),
-    "export": ("write the trained student as a PEFT adapter or a merged model", "export", False),
-    "doctor": ("check a recipe's protocol, numerics and recovery; memory and time", "doctor", True),
-    "models": ("pull and list models", "models", False),
-    "data": ("look at a data file: what would be used, lengths, duplicates, overlap", "data", False),
-    "serve": ("start a vLLM server for a recipe", "serve", True),
-    "verify": ("grade a JSONL file of {gold, prediction} rows", "verifiers.grade", False),
-    "bench": ("measure this package beside its peers", "bench", False),
-}
-
+Arguments = Callable[[argparse.ArgumentParser], None]
 
 SEVERAL = ("train", "eval")  # commands that several processes run together
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of the help, and the words of an example after the command's name.
+
+    `run` is a module of the package with `run(args)` and, where `arguments` names no other place, a quick
+    `add_arguments(parser)`; or a function of this file. What only the work needs is imported by the work.
+    """
+
+    name: str
+    summary: str
+    example: str
+    run: str | Run
+    arguments: Arguments | None = None
+    recipe: bool = False
+
+    @property
+    def line(self) -> str:
+        """The example as it is typed."""
+        return f"past {self.name} {self.example}".rstrip()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: a user's mistake is one message and exit code 2, never a stack trace."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(words[0] if words else "")
+    parser = build_parser(words[0] if words else "")
     args = parser.parse_args(words)
     if args.run is None:
         parser.print_help()
@@ -65,96 +73,71 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
-    """All commands; what a command alone needs is imported only when it is the one given."""
-    parser = argparse.ArgumentParser(
-        prog="past", description="On-policy self-distillation with PAST and its baselines."
-    )
+class _Past(argparse.ArgumentParser):
+    """The whole command: its help is the table of commands, by task."""
+
+    def format_help(self) -> str:
+        lines = ["usage: past COMMAND ...", "", self.description or ""]
+        for group, commands in COMMANDS.items():
+            lines += ["", f"{group}, e.g. {commands[0].line}"]
+            lines += [f"  {command.name:10s}  {command.summary}" for command in commands]
+        lines += ["", "Each has its own page: past COMMAND --help. The version: past --version", ""]
+        return "\n".join(lines)
+
+
+def build_parser(command: str) -> argparse.ArgumentParser:
+    """All commands; only the one given is asked for its arguments."""
+    parser = _Past(prog="past", description="On-policy self-distillation with PAST and its baselines.")
     parser.add_argument("--version", action="version", version=f"past-opsd {__version__}")
     parser.set_defaults(run=None)
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-
-    _command(commands, "recipes", "list the shipped recipes", _recipes)
-
-    show = _command(commands, "show", "print a recipe in full, every field explained", _show)
-    _recipe_arguments(show)
-
-    look = _command(commands, "inspect", "print what student and teacher read for one example", _inspect)
-    _recipe_arguments(look)
-    look.add_argument("--index", type=int, default=0, help="which training example (default 0)")
-    look.add_argument("--dry", action="store_true", help="load no weights; the reference stands in for a response")
-
-    train = _command(commands, "train", "run a recipe", _train)
-    _recipe_arguments(train)
-    train.add_argument("--out", type=Path, help="run folder (default runs/RECIPE-SEED)")
-    train.add_argument("--resume", action="store_true", help="continue from the newest whole checkpoint")
-    train.add_argument("--profile", action="store_true", help="write where the time goes to RUN/profile")
-    train.add_argument("--track", default="", metavar="NAMES", help="also log to tensorboard, wandb and/or trackio")
-
-    evaluate = _command(commands, "eval", "Avg@k, pass@k and majority@k of the base or of an adapter", _eval)
-    _recipe_arguments(evaluate, optional=True)
-    evaluate.add_argument("--adapter", type=Path, help="checkpoint or PEFT folder (default: the bare base model)")
-    evaluate.add_argument("--model", help="instead of a recipe: a folder or hub id, with --benchmark")
-    evaluate.add_argument(
-        "--benchmark", metavar="NAMES", help="aime24,aime25,hmmt25,math500,gsm8k; NAME=FILE reads a file of yours"
-    )
-    evaluate.add_argument("--preset", default="paper", help="with --benchmark: 'paper' (default) or 'card' sampling")
-    evaluate.add_argument("--out", type=Path, help="write the outcomes as JSON")
-
-    compare = _command(commands, "compare", "run a suite of recipes over seeds; tables with paired intervals", _compare)
-    compare.add_argument("--suite", default="main", help="which suite (default main; a wrong name lists them)")
-    compare.add_argument("--family", default="embedded", help="recipe folder of the suite (default embedded)")
-    compare.add_argument("--seeds", default="17,29,43", help="training seeds, comma-separated (default 17,29,43)")
-    compare.add_argument("--reference", help="row to take differences to (default: the suite's own)")
-    compare.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default runs/compare)")
-    compare.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one per core)")
-    compare.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override")
-
-    demo = _command(commands, "demo", "Vanilla OPSD and PAST on the embedded default, with a table", _demo)
-    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder, made anew (default runs/demo)")
-    demo.add_argument("--seeds", default="17,29,43", help="training seeds, comma-separated (default 17,29,43)")
-    demo.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override")
-
-    for name, (summary, module, takes_recipe) in MODULES.items():
-        parser_ = _command(commands, name, summary, None)
-        if command == name:
-            if takes_recipe:
-                _recipe_arguments(parser_)
-            implementation = importlib.import_module(f"past_opsd.{module}")
-            implementation.add_arguments(parser_)
-            parser_.set_defaults(run=implementation.run)
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=argparse.ArgumentParser)
+    for entry in chain.from_iterable(COMMANDS.values()):
+        own = commands.add_parser(
+            entry.name,
+            help=entry.summary,
+            description=f"{entry.summary[0].upper()}{entry.summary[1:]}",
+            epilog=f"example:\n  {entry.line}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if entry.name == command:
+            _fill(own, entry)
     return parser
 
 
-def _command(commands: argparse._SubParsersAction, name: str, summary: str, run: Run | None) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=summary, description=summary)
-    if run is not None:
-        parser.set_defaults(run=run)
-    return parser
+def _fill(parser: argparse.ArgumentParser, entry: Command) -> None:
+    if entry.recipe:
+        arguments.recipe(parser)
+    if entry.arguments is not None:
+        entry.arguments(parser)
+    elif isinstance(entry.run, str):
+        importlib.import_module(f"past_opsd.{entry.run}").add_arguments(parser)
+    parser.set_defaults(run=partial(_run, entry.run) if isinstance(entry.run, str) else entry.run)
 
 
-def _recipe_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
-    many = "?" if optional else None
-    parser.add_argument("recipe", nargs=many, help="a shipped recipe (see 'past recipes') or a .toml file")
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override, e.g. run.cycles=20"
-    )
+def _run(module: str, args: argparse.Namespace) -> int:
+    return importlib.import_module(f"past_opsd.{module}").run(args)
 
 
 def _recipes(args: argparse.Namespace) -> int:
-    names = config.shipped()
-    width = max(len(n) for n in names)
-    for name in names:
-        print(f"{name:{width}s}  {config.load(name).description}")
+    from past_opsd import config
+
+    found = config.shipped_descriptions()
+    width = max(map(len, found))
+    for name, description in found.items():
+        print(f"{name:{width}s}  {description}")
     return 0
 
 
 def _show(args: argparse.Namespace) -> int:
+    from past_opsd import config
+
     print(config.to_toml(config.load(args.recipe, args.overrides)), end="")
     return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from past_opsd import config
+
     recipe = config.load(args.recipe, args.overrides)
     from rich.console import Console
 
@@ -174,6 +157,7 @@ def _several() -> bool:
 
 
 def _train(args: argparse.Namespace) -> int:
+    from past_opsd import config
     from past_opsd.distributed import joined
 
     with joined(lambda: _continue(args)) as world:
@@ -243,6 +227,8 @@ def _evaluate(args: argparse.Namespace, recipe: config.Recipe, world: World) -> 
 
 
 def _evaluated_recipe(args: argparse.Namespace) -> config.Recipe:
+    from past_opsd import config
+
     if args.recipe is not None and args.model is None and args.benchmark is None:
         return config.load(args.recipe, args.overrides)
     if args.recipe is not None or args.model is None or args.benchmark is None:
@@ -289,5 +275,99 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+_RUN = "runs/embedded-past-17"
+
+# The commands by task, the example of a task first. A new command is one more line here.
+COMMANDS: Mapping[str, Sequence[Command]] = {
+    "Start": (
+        Command("demo", "Vanilla OPSD and PAST on the embedded default, with a table", "", _demo, arguments.demo),
+        Command("recipes", "list the shipped recipes", "", _recipes),
+        Command("show", "print a recipe in full, every field explained", "embedded/past", _show, recipe=True),
+    ),
+    "Train": (
+        Command("train", "run a recipe", "embedded/past --set run.seed=29", _train, arguments.train, recipe=True),
+        Command(
+            "inspect",
+            "print what student and teacher read for one example",
+            "embedded/past --dry",
+            _inspect,
+            arguments.inspect,
+            recipe=True,
+        ),
+        Command(
+            "doctor",
+            "check a recipe's protocol, numerics, recovery, memory and time",
+            "embedded/past",
+            "doctor",
+            arguments.doctor,
+            recipe=True,
+        ),
+        Command(
+            "compare",
+            "run a suite of recipes over seeds; one table with intervals",
+            "--suite main --seeds 17,29",
+            _compare,
+            arguments.compare,
+        ),
+    ),
+    "Look": (
+        Command(
+            "report",
+            "write a run's or a comparison's report as one HTML file",
+            f"{_RUN} --figures",
+            "report",
+            arguments.report,
+        ),
+        Command("watch", "show the report of a run in the browser while it trains", _RUN, "watch", arguments.watch),
+        Command(
+            "probe",
+            "does the teacher use the matching trajectory?",
+            f"{_RUN} --every-checkpoint",
+            "probes",
+            arguments.probe,
+        ),
+        Command("shift", "how much of the teacher's change can reach the student", _RUN, "shift", arguments.shift),
+    ),
+    "Evaluate": (
+        Command(
+            "eval",
+            "Avg@k, pass@k and majority@k of the base or of an adapter",
+            f"embedded/past --adapter {_RUN}/export",
+            _eval,
+            arguments.evaluate,
+        ),
+        Command(
+            "verify",
+            "grade a JSONL file of {gold, prediction} rows",
+            "answers.jsonl --out graded.jsonl",
+            "verifiers.grade",
+        ),
+        Command(
+            "export",
+            "write the student as a PEFT adapter or a merged model",
+            f"{_RUN} --merge",
+            "export",
+            arguments.export,
+        ),
+    ),
+    "Models and data": (
+        Command("models", "pull, list and check models", "pull smollm2-135m", "models"),
+        Command(
+            "data",
+            "look at a data file: what is used, lengths, repeats, overlap",
+            "check train.jsonl --recipe mine.toml",
+            "data",
+        ),
+        Command("serve", "start a vLLM server for a recipe", "scale/qwen3-8b-8gpu --dry", "serve", recipe=True),
+    ),
+    "Measure": (
+        Command(
+            "theory",
+            "check every proposition of the paper on finite problems",
+            "--seed 1",
+            "theory.command",
+            arguments.theory,
+        ),
+        Command("bench", "measure this package beside its peers", "divergence --tokens 256", "bench"),
+    ),
+}

@@ -250,6 +250,12 @@ def shipped() -> list[str]:
     return sorted(name for name in found if not Path(name).name.startswith("_") and Path(name).name != "suites")
 
 
+def shipped_descriptions() -> dict[str, str]:
+    """The shipped recipes' own lines of description, read without anything that a recipe is validated with."""
+    texts = {name: (SHIPPED / f"{name}.toml").read_text(encoding="utf-8") for name in shipped()}
+    return {name: tomllib.loads(text).get("description", "") for name, text in texts.items()}
+
+
 def locate(name: str | Path) -> Path:
     """The recipe's file: a path as given, or a shipped recipe by name."""
     candidates = [Path(name), SHIPPED / f"{name}.toml"]

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from past_opsd import checkpoint, config, estimate, fused
+from past_opsd import arguments, checkpoint, config, estimate, fused
 from past_opsd.config import Recipe
 from past_opsd.evaluate import evaluate
 from past_opsd.learner import Learner
@@ -42,7 +42,7 @@ LOSS_BOUND = 1e-3
 HALF_BOUND = 1e-2  # the paper's own implementations in bfloat16 are 0.0025 to 0.0038 off
 COSINE_BOUND = 0.999
 MADE_VOCAB = 2048  # CPUs without bfloat16 units take minutes for a large head
-REPEATS = 8
+REPEATS = arguments.REPEATS
 SLOW = 30_000_000  # parameters; on a CPU, a cycle of more takes minutes unless it is cut to a few sequences
 
 T = TypeVar("T")
@@ -88,12 +88,7 @@ class Watch:
             self._console.print(text, highlight=False, soft_wrap=True)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options, beside the recipe's."""
-    parser.add_argument(
-        "--repeats", type=int, help=f"repeats of every check (default {REPEATS}; 2 with a large model on a CPU)"
-    )
-    parser.add_argument("--dry", action="store_true", help="load no weights")
+add_arguments = arguments.doctor
 
 
 def run(args: argparse.Namespace) -> int:

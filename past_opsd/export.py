@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from past_opsd import boundary, checkpoint, config
+from past_opsd import arguments, boundary, checkpoint, config
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
 from past_opsd.model import Model
@@ -26,15 +26,7 @@ from past_opsd.types import PastError, derive_seed
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run's folder")
-    parser.add_argument("--step", type=int, help="which checkpoint (default: the newest whole one)")
-    parser.add_argument("--out", type=Path, help="folder to write (default RUN/export or RUN/export-merged)")
-    parser.add_argument("--merge", action="store_true", help="write the whole model with the adapter merged in")
-    boundary.add_trust(parser)
-    parser.add_argument("--push", metavar="REPO", help="also upload to this Hugging Face hub repository")
-    parser.add_argument("--private", action="store_true", help="with --push: a repository made anew is private")
+add_arguments = arguments.export
 
 
 def run(args: argparse.Namespace) -> int:

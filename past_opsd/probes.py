@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from past_opsd import boundary, probe_tables, stats
+from past_opsd import arguments, boundary, probe_tables, stats
 from past_opsd.boundary import Boundary
 from past_opsd.lab import Work
 from past_opsd.losses import GeneralizedJSD, Stay
@@ -247,17 +246,7 @@ def _turned(difference: Mapping[str, Any]) -> tuple[float, float, float]:
     return -difference["estimate"], -difference["high"], -difference["low"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `past probe`."""
-    parser.add_argument("folder", type=Path, metavar="RUN", help="run folder of 'past train'")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, help="which checkpoint (default: the newest whole one)")
-    which.add_argument("--every-checkpoint", action="store_true", help="all kept checkpoints, one line each")
-    parser.add_argument("--problems", type=int, default=64, help="problems (default %(default)s)")
-    parser.add_argument("--samples", type=int, default=4, help="student responses a problem (default %(default)s)")
-    parser.add_argument("--split", choices=("train", "evaluation"), default="train", help="whose problems")
-    boundary.add_trust(parser)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
+add_arguments = arguments.probe
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,13 +18,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from past_opsd import boundary, shift_estimates
+from past_opsd import arguments, boundary, shift_estimates
 from past_opsd.boundary import Boundary
 from past_opsd.engines import Request
 from past_opsd.shift_estimates import Coupling, Estimate, Split, couple, estimate, split
@@ -198,15 +197,7 @@ def shift(at: Boundary, count: int, completions: int, rollouts: int) -> dict[str
     }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `past shift`."""
-    parser.add_argument("folder", type=Path, metavar="RUN", help="run folder of 'past train'")
-    parser.add_argument("--step", type=int, help="which checkpoint (default: the newest whole one)")
-    parser.add_argument("--prefixes", type=int, default=24, help="student prefixes (default %(default)s)")
-    parser.add_argument("--completions", type=int, default=16, help="completions a prefix (default %(default)s)")
-    parser.add_argument("--rollouts", type=int, default=16, help="pairs of rollouts a prefix (default %(default)s)")
-    boundary.add_trust(parser)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+add_arguments = arguments.shift
 
 
 def run(args: argparse.Namespace) -> int:

@@ -135,7 +135,7 @@ def run_all(
 
 def _start(recipe: str, folder: Path, settings: Sequence[str]) -> subprocess.Popen[str]:
     sets = [word for setting in settings for word in ("--set", setting)]
-    command = [sys.executable, "-m", "past_opsd.cli", "train", recipe, "--out", str(folder), "--resume", *sets]
+    command = [sys.executable, "-m", "past_opsd", "train", recipe, "--out", str(folder), "--resume", *sets]
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
 

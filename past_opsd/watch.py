@@ -22,7 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from past_opsd import checkpoint, report
+from past_opsd import arguments, checkpoint, report
 from past_opsd.report import data, page
 from past_opsd.types import PastError
 
@@ -265,14 +265,7 @@ def serve(paths: Sequence[Path], host: str = "127.0.0.1", port: int = 0, every: 
     return Server(host, port, Watched(paths, _report), every)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `past watch`."""
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run folder, or a folder that holds runs; may not exist yet"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine)")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on (default 0: any free one)")
-    parser.add_argument("--every", type=float, default=5.0, help="seconds between looks (default %(default)s)")
+add_arguments = arguments.watch
 
 
 def run(args: argparse.Namespace) -> int:

@@ -195,7 +195,7 @@ def test_torchrun_evaluates_like_one_process(launch: Launcher, tmp_path: Path):
     settings = [word for setting in SMALL for word in ("--set", setting)]
     command = ["eval", "embedded/past", *settings, "--out"]
     assert launch(1, *command, str(tmp_path / "one.json")).codes == [0]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "past_opsd.cli"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "past_opsd"]
     done = subprocess.run(
         [sys.executable, *torchrun, *command, str(tmp_path / "two.json")],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

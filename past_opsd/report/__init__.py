@@ -7,13 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from past_opsd import boundary
+from past_opsd import arguments
 from past_opsd.files import write_text
 from past_opsd.report import data, figures, page, trajectories
 from past_opsd.report.data import Run
 from past_opsd.types import PastError
 
-TRAJECTORIES = 12
+TRAJECTORIES = arguments.TRAJECTORIES
 
 
 def render(runs: Sequence[Run], *, trajectories: int = TRAJECTORIES) -> str:
@@ -43,19 +43,7 @@ def _render(runs: Sequence[Run], count: int, folder: Path | None, trust: bool) -
     return page.page(page.Content(list(runs), methods, found, browser, files))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `past report`."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, or a folder that holds runs")
-    parser.add_argument("--out", type=Path, help="HTML file (default: report/index.html in the one folder given)")
-    parser.add_argument(
-        "--trajectories",
-        type=int,
-        default=TRAJECTORIES,
-        metavar="N",
-        help="attempts of each method in the trajectory browser; 0 leaves it out (default %(default)s)",
-    )
-    boundary.add_trust(parser)
-    parser.add_argument("--figures", action="store_true", help="also write each figure as SVG and PDF beside the page")
+add_arguments = arguments.report
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,14 +15,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from past_opsd import arguments
 from past_opsd.theory.check import EXACT, SEARCHED, Check
 from past_opsd.theory.checks import checks
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `past theory`."""
-    parser.add_argument("--seed", type=int, default=0, help="of the random finite problems (default %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+add_arguments = arguments.theory
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,0 +1,145 @@
+"""What commands take, for those whose own module brings torch: help and completion read it without loading that."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from pathlib import Path
+
+TRAJECTORIES = 12
+REPEATS = 8
+
+
+def recipe(parser: ArgumentParser, *, optional: bool = False) -> None:
+    """A recipe and what is changed in it."""
+    many = "?" if optional else None
+    parser.add_argument("recipe", nargs=many, help="a shipped recipe (see 'past recipes') or a .toml file")
+    _overrides(parser, "override, e.g. run.cycles=20")
+
+
+def trust(parser: ArgumentParser) -> None:
+    """The option of every command that opens a run."""
+    parser.add_argument(
+        "--trust", action="store_true", help="run code that the run's recipe names (modules, trust_remote_code)"
+    )
+
+
+def inspect(parser: ArgumentParser) -> None:
+    """`past inspect`, beside the recipe."""
+    parser.add_argument("--index", type=int, default=0, help="which training example (default 0)")
+    parser.add_argument("--dry", action="store_true", help="load no weights; the reference stands in for a response")
+
+
+def train(parser: ArgumentParser) -> None:
+    """`past train`, beside the recipe."""
+    parser.add_argument("--out", type=Path, help="run folder (default runs/RECIPE-SEED)")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest whole checkpoint")
+    parser.add_argument("--profile", action="store_true", help="write where the time goes to RUN/profile")
+    parser.add_argument("--track", default="", metavar="NAMES", help="also log to tensorboard, wandb and/or trackio")
+
+
+def evaluate(parser: ArgumentParser) -> None:
+    """`past eval`."""
+    recipe(parser, optional=True)
+    parser.add_argument("--adapter", type=Path, help="checkpoint or PEFT folder (default: the bare base model)")
+    parser.add_argument("--model", help="instead of a recipe: a folder or hub id, with --benchmark")
+    parser.add_argument(
+        "--benchmark", metavar="NAMES", help="aime24,aime25,hmmt25,math500,gsm8k; NAME=FILE reads a file of yours"
+    )
+    parser.add_argument("--preset", default="paper", help="with --benchmark: 'paper' (default) or 'card' sampling")
+    parser.add_argument("--out", type=Path, help="write the outcomes as JSON")
+
+
+def compare(parser: ArgumentParser) -> None:
+    """`past compare`."""
+    parser.add_argument("--suite", default="main", help="which suite (default main; a wrong name lists them)")
+    parser.add_argument("--family", default="embedded", help="recipe folder of the suite (default embedded)")
+    parser.add_argument("--seeds", default="17,29,43", help="training seeds, comma-separated (default 17,29,43)")
+    parser.add_argument("--reference", help="row to take differences to (default: the suite's own)")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default runs/compare)")
+    parser.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one per core)")
+    _overrides(parser)
+
+
+def demo(parser: ArgumentParser) -> None:
+    """`past demo`."""
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder, made anew (default runs/demo)")
+    parser.add_argument("--seeds", default="17,29,43", help="training seeds, comma-separated (default 17,29,43)")
+    _overrides(parser)
+
+
+def report(parser: ArgumentParser) -> None:
+    """`past report`."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, or a folder that holds runs")
+    parser.add_argument("--out", type=Path, help="HTML file (default: report/index.html in the one folder given)")
+    parser.add_argument(
+        "--trajectories",
+        type=int,
+        default=TRAJECTORIES,
+        metavar="N",
+        help="attempts of each method in the trajectory browser; 0 leaves it out (default %(default)s)",
+    )
+    trust(parser)
+    parser.add_argument("--figures", action="store_true", help="also write each figure as SVG and PDF beside the page")
+
+
+def watch(parser: ArgumentParser) -> None:
+    """`past watch`."""
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folder, or a folder that holds runs; may not exist yet"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default 0: any free one)")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between looks (default %(default)s)")
+
+
+def probe(parser: ArgumentParser) -> None:
+    """`past probe`."""
+    parser.add_argument("folder", type=Path, metavar="RUN", help="run folder of 'past train'")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="which checkpoint (default: the newest whole one)")
+    which.add_argument("--every-checkpoint", action="store_true", help="all kept checkpoints, one line each")
+    parser.add_argument("--problems", type=int, default=64, help="problems (default %(default)s)")
+    parser.add_argument("--samples", type=int, default=4, help="student responses a problem (default %(default)s)")
+    parser.add_argument("--split", choices=("train", "evaluation"), default="train", help="whose problems")
+    trust(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
+
+
+def shift(parser: ArgumentParser) -> None:
+    """`past shift`."""
+    parser.add_argument("folder", type=Path, metavar="RUN", help="run folder of 'past train'")
+    parser.add_argument("--step", type=int, help="which checkpoint (default: the newest whole one)")
+    parser.add_argument("--prefixes", type=int, default=24, help="student prefixes (default %(default)s)")
+    parser.add_argument("--completions", type=int, default=16, help="completions a prefix (default %(default)s)")
+    parser.add_argument("--rollouts", type=int, default=16, help="pairs of rollouts a prefix (default %(default)s)")
+    trust(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+
+
+def theory(parser: ArgumentParser) -> None:
+    """`past theory`."""
+    parser.add_argument("--seed", type=int, default=0, help="of the random finite problems (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def export(parser: ArgumentParser) -> None:
+    """`past export`."""
+    parser.add_argument("folder", metavar="RUN", type=Path, help="a run's folder")
+    parser.add_argument("--step", type=int, help="which checkpoint (default: the newest whole one)")
+    parser.add_argument("--out", type=Path, help="folder to write (default RUN/export or RUN/export-merged)")
+    parser.add_argument("--merge", action="store_true", help="write the whole model with the adapter merged in")
+    trust(parser)
+    parser.add_argument("--push", metavar="REPO", help="also upload to this Hugging Face hub repository")
+    parser.add_argument("--private", action="store_true", help="with --push: a repository made anew is private")
+
+
+def doctor(parser: ArgumentParser) -> None:
+    """`past doctor`, beside the recipe."""
+    parser.add_argument(
+        "--repeats", type=int, help=f"repeats of every check (default {REPEATS}; 2 with a large model on a CPU)"
+    )
+    parser.add_argument("--dry", action="store_true", help="load no weights")
+
+
+def _overrides(parser: ArgumentParser, text: str = "override") -> None:
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text)
