@@ -9,17 +9,8 @@ from dataclasses import dataclass, field
 from past_opsd.config import Sampling
 from past_opsd.distributed import World, balance
 from past_opsd.engines import Engine, Request
-from past_opsd.types import Adapter, Attempt, Problem, View, derive_seed
+from past_opsd.types import Adapter, Attempt, View, Work, derive_seed
 from past_opsd.verifiers import Verifier
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One response wanted: who reads what for which problem, and the seed that decides the draw."""
-
-    problem: Problem
-    view: View
-    seed: int
 
 
 def share_out(work: Sequence[Work], size: int, max_new_tokens: int) -> list[list[int]]:

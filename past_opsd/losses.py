@@ -22,12 +22,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
-from torch import Tensor
-
+from past_opsd.lazy import Lazy
 from past_opsd.types import PastError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = Lazy("torch")
 
 ClipMode = Literal["entry", "token"]
 Reduction = Literal["sequence", "token"]
@@ -311,7 +315,7 @@ Advantaged = Reinforce | ModulatedReinforce
 
 def select(loss: Loss, rows: Tensor | slice) -> Loss:
     """The same loss for some of its rows: an advantage per row is taken along."""
-    if isinstance(loss, Advantaged) and isinstance(loss.advantage, Tensor) and loss.advantage.ndim:
+    if isinstance(loss, Advantaged) and isinstance(loss.advantage, torch.Tensor) and loss.advantage.ndim:
         return replace(loss, advantage=loss.advantage[rows])
     return loss
 

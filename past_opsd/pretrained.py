@@ -13,24 +13,19 @@ import pickle
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
-from transformers.utils.import_utils import is_flash_attn_2_available
 
 from past_opsd.config import ModelSection
+from past_opsd.lazy import Lazy
 from past_opsd.types import PastError
 
-try:
-    from transformers import GgufConfig
-except ImportError:  # before it existed, GGUF weights were always unpacked
-    GgufConfig = None
-
-transformers_logging.disable_progress_bar()
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+else:
+    torch = Lazy("torch")
 
 SHIPPED = {"embedded": "embedded_model", "embedded-expert": "embedded_expert"}
 PULLABLE = ("smollm2-135m",)
@@ -86,6 +81,8 @@ class Machine:
 
     @staticmethod
     def here() -> Machine:
+        from transformers.utils.import_utils import is_flash_attn_2_available
+
         cuda = torch.cuda.is_available()
         return Machine(cuda, cuda and torch.cuda.is_bf16_supported(), cuda and is_flash_attn_2_available())
 
@@ -135,7 +132,7 @@ def load_tokenizer(section: ModelSection) -> Any:
     source = locate(section.path, section.gguf_file)
     _need_gguf(source)
     try:
-        return AutoTokenizer.from_pretrained(source.path, **_common(section, section.path, source))
+        return _transformers().AutoTokenizer.from_pretrained(source.path, **_common(section, section.path, source))
     except _LOADING as error:
         raise PastError(_unloadable("tokenizer", section.path, source, error)) from None
 
@@ -145,7 +142,7 @@ def read_config(section: ModelSection) -> Any:
     source = locate(section.path, section.gguf_file)
     _need_gguf(source)
     try:
-        return AutoConfig.from_pretrained(source.path, **_common(section, section.path, source))
+        return _transformers().AutoConfig.from_pretrained(source.path, **_common(section, section.path, source))
     except _LOADING as error:
         raise PastError(_unloadable("configuration", section.path, source, error)) from None
 
@@ -155,15 +152,16 @@ def load_network(section: ModelSection, path: str, choice: Choice) -> tuple[Any,
     source = locate(path, section.gguf_file if path == section.path else None)
     _need_gguf(source)
     common = _common(section, path, source)
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # its tables would bury the one message
+    transformers = _transformers()
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # its tables would bury the one message
     try:
-        config = AutoConfig.from_pretrained(source.path, **common)
+        config = transformers.AutoConfig.from_pretrained(source.path, **common)
         _refuse(config, path)
         _still(config)
-        if source.gguf_file is not None and GgufConfig is not None:
-            common["quantization_config"] = GgufConfig(dequantize=True)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        if source.gguf_file is not None and hasattr(transformers, "GgufConfig"):  # before, they were always unpacked
+            common["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             source.path,
             config=config,
             dtype={"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[choice.dtype],
@@ -177,10 +175,18 @@ def load_network(section: ModelSection, path: str, choice: Choice) -> tuple[Any,
     except _LOADING as error:
         raise PastError(_unloadable("causal language model", path, source, error)) from None
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        transformers.logging.set_verbosity(verbosity)
     _complete(path, type(network).__name__, report)
     network = network.requires_grad_(False).eval()
     return config, network if choice.device_map else network.to(choice.device)
+
+
+def _transformers() -> Any:
+    """The library, without its progress bars."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    return transformers
 
 
 def _common(section: ModelSection, path: str, source: Source) -> dict[str, Any]:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol
-
-import jinja2
+from typing import TYPE_CHECKING, Any, Protocol
 
 from past_opsd.config import PromptsSection
+from past_opsd.lazy import Lazy
 from past_opsd.types import PastError, Problem, Tokens
+
+if TYPE_CHECKING:
+    import jinja2
+else:
+    jinja2 = Lazy("jinja2")
 
 FIELDS = ("problem", "student_output", "reference_solution", "hint")
 _FIELD = re.compile(r"\{(" + "|".join(FIELDS) + r")\}")

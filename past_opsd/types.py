@@ -56,6 +56,15 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """One response wanted: who reads what for which problem, and the seed that decides the draw."""
+
+    problem: Problem
+    view: View
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Response:
     """A sampled response: ids as sampled, never re-tokenised. `finished` is false when the token limit cut it."""
 

@@ -76,15 +76,6 @@ class Line:
     nonfinite: int | None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `past bench divergence`."""
-    parser.add_argument("--tokens", type=int, default=1024, help="positions T (default %(default)s)")
-    parser.add_argument("--vocab", type=int, default=49152, help="vocabulary V (default %(default)s)")
-    parser.add_argument("--hidden", type=int, default=576, help="hidden size H (default %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed repeats of each (default %(default)s)")
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure and print the table and the ratios."""
     for name in ("tokens", "vocab", "hidden", "threads", "repeats"):

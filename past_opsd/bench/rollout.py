@@ -41,17 +41,6 @@ class Line:
         return self.tokens / statistics.median(self.seconds)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("--recipe", default="embedded/past", help="whose model and prompts (default embedded/past)")
-    parser.add_argument("--requests", type=int, default=96, help="responses to sample (default 96)")
-    parser.add_argument("--batch", type=int, default=32, help="sequences decoded together (default 32)")
-    parser.add_argument("--tokens", type=int, default=0, help="token limit (default: the recipe's)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each, taking turns (default 3)")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override")
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the table and the ratios."""
     torch.set_num_threads(args.threads)

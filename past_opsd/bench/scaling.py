@@ -87,22 +87,6 @@ class Point:
     loss_mib: float | None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("--batch", type=int, default=2, help="prompts at factor 1 (default %(default)s)")
-    parser.add_argument("--prompt", type=int, default=192, help="tokens of every prompt (default %(default)s)")
-    parser.add_argument("--response", type=int, default=128, help="response tokens at factor 1 (default %(default)s)")
-    parser.add_argument("--vocabulary", type=int, default=16384, help="entries at factor 1 (default %(default)s)")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size (default %(default)s)")
-    parser.add_argument("--budget", type=int, default=1024, help="padded tokens a micro-batch (default %(default)s)")
-    parser.add_argument("--loss-mib", type=int, default=16, help="memory for logits in the loss (default %(default)s)")
-    parser.add_argument("--factors", type=int, default=8, help="largest factor (default %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=2, help="timed steps of each size (default %(default)s)")
-    parser.add_argument("--out", metavar="FILE", help="write the numbers as JSON")
-    parser.add_argument("--plot", metavar="FILE", help="draw them as SVG (needs matplotlib)")
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write what was asked for."""
     sizes = Sizes(args.batch, 1, args.prompt, args.response, args.vocabulary, args.hidden)

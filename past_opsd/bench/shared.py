@@ -51,21 +51,6 @@ class Line:
     mebibytes: float | None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("--recipe", default="smollm2/past", help="whose model and method (default %(default)s)")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of the teacher's prompt (default %(default)s)")
-    parser.add_argument(
-        "--student-prompt", type=int, default=256, help="tokens of the student's prompt (default %(default)s)"
-    )
-    parser.add_argument("--group", type=int, default=8, help="continuations (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of a continuation (default %(default)s)")
-    parser.add_argument("--budget", type=int, default=4096, help="padded tokens a micro-batch (default %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=2, help="timed steps of each (default %(default)s)")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override")
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     for name in SIZES:

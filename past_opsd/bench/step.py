@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from past_opsd import config
-from past_opsd.bench import _ours, _trl
+from past_opsd.bench import METHODS, _ours, _trl
 from past_opsd.bench._ours import Plan, Step
 from past_opsd.bench._worker import Side
 from past_opsd.config import Recipe
@@ -22,7 +22,6 @@ from past_opsd.pretrained import resolve
 from past_opsd.prompts import fill
 from past_opsd.types import PastError
 
-METHODS = ("grpo", "opsd")
 TITLES = {"grpo": "GRPO", "opsd": "Vanilla OPSD"}
 THEIRS = {"grpo": "TRL GRPOTrainer", "opsd": "TRL SDFTTrainer"}
 GOALS = {"grpo": 0.6, "opsd": 0.75}
@@ -46,19 +45,6 @@ class Line:
     @property
     def cpu(self) -> float:
         return statistics.median(step.cpu for step in self.steps)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("--recipes", default="smollm2", help="whose recipes 'grpo' and 'opsd' (default %(default)s)")
-    parser.add_argument("--only", choices=METHODS, help="one of the two comparisons")
-    parser.add_argument("--group", type=int, default=8, help="GRPO: responses to its one prompt (default %(default)s)")
-    parser.add_argument("--prompts", type=int, default=4, help="OPSD: prompts, a response each (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of every response (default %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each side (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed updates of each side (default %(default)s)")
-    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing on both sides")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,18 +8,23 @@ A request's seed alone decides its tokens (`_draw.py`), so the rest of the batch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from past_opsd.config import Sampling
 from past_opsd.engines import Request, StaleAdapterError
-from past_opsd.engines._draw import choose, uniforms_of
-from past_opsd.engines._rows import Rows, require_attention
-from past_opsd.model import Model
+from past_opsd.lazy import Lazy
 from past_opsd.types import Adapter, PastError, Response
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from past_opsd.engines import _draw, _rows
+    from past_opsd.model import Model
+else:
+    torch, _draw, _rows = Lazy("torch"), Lazy("past_opsd.engines._draw"), Lazy("past_opsd.engines._rows")
 
 
 class Options(BaseModel):
@@ -39,7 +44,7 @@ class TorchEngine:
     """Samples from the trainer's network with one adapter folded in."""
 
     def __init__(self, options: Options, model: Model):
-        require_attention(model)
+        _rows.require_attention(model)
         self._options = options
         self._model = model
         self._published: dict[Adapter, int] = {"base": 0}
@@ -86,7 +91,7 @@ class TorchEngine:
         """Responses in order; whoever ends makes room for those who wait."""
         limit, device = sampling.max_new_tokens, self._model.device
         seats = min(self._options.batch, len(requests))
-        rows = Rows(self._model, [request.view.prompt for request in requests], seats)
+        rows = _rows.Rows(self._model, [request.view.prompt for request in requests], seats)
         uniforms = torch.zeros(seats, limit, dtype=torch.float64, device=device)
         tokens = torch.zeros(seats, limit, dtype=torch.long, device=device)
         logps = torch.zeros(seats, limit, dtype=torch.float32, device=device)
@@ -102,12 +107,12 @@ class TorchEngine:
                 taken = [(free.pop(), waiting.pop()) for _ in range(min(len(free), len(waiting)))]
                 sitting.update(taken)
                 for place, request in taken:
-                    uniforms[place] = torch.from_numpy(uniforms_of(requests[request].seed, limit)).to(device)
+                    uniforms[place] = torch.from_numpy(_draw.uniforms_of(requests[request].seed, limit)).to(device)
                 first = rows.enter([requests[request].view.prompt for _, request in taken])
                 logits = torch.cat([logits, first]) if len(logits) else first
                 seat = torch.cat([seat, torch.tensor([place for place, _ in taken], device=device)])
                 age = torch.cat([age, age.new_zeros(len(taken))])
-            choice, logp = choose(logits, uniforms[seat, age], sampling)
+            choice, logp = _draw.choose(logits, uniforms[seat, age], sampling)
             tokens[seat, age], logps[seat, age] = choice, logp
             age = age + 1
             over = torch.isin(choice, self._eos) | (age == limit)

@@ -14,17 +14,23 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
-import torch
-from safetensors.torch import load_file, save_file
+from typing import TYPE_CHECKING
 
 from past_opsd.config import Sampling
 from past_opsd.engines import Request, StaleAdapterError
 from past_opsd.engines.torch import _stop_tokens
 from past_opsd.engines.vllm_backend import Backend, Draw, Drawn, Options, Probe, Served
-from past_opsd.model import Model
+from past_opsd.lazy import Lazy
 from past_opsd.types import Adapter, PastError, Response, Tokens, View, derive_seed
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from safetensors import torch as safetensors
+
+    from past_opsd.model import Model
+else:
+    np, torch, safetensors = Lazy("numpy"), Lazy("torch"), Lazy("safetensors.torch")
 
 __all__ = ["Options", "VllmEngine", "build"]
 
@@ -171,7 +177,9 @@ class VllmEngine:
         if self._world.first:
             self._model.save_adapter("student", folder)
             file = folder / "adapter_model.safetensors"
-            save_file({name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}, file)
+            safetensors.save_file(
+                {name: torch.zeros_like(tensor) for name, tensor in safetensors.load_file(file).items()}, file
+            )
         return replace(bare, name=folder.name, number=self._number, folder=folder)
 
     def _write(self, adapter: Adapter, version: int, digest: str) -> Served:
@@ -230,7 +238,7 @@ def _combined(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def file_digest(model: Model, adapter: Adapter, folder: Path) -> str:
     """`Model.digest` of a written adapter."""
-    saved = load_file(folder / "adapter_model.safetensors")
+    saved = safetensors.load_file(folder / "adapter_model.safetensors")
     digest = hashlib.sha256()
     for name in model.parameters(adapter):
         digest.update(name.encode())
@@ -249,13 +257,13 @@ def logprobs(model: Model, view: View, tokens: Tokens, temperature: float) -> np
     return torch.cat(out).numpy()
 
 
-@torch.no_grad()
 def _logits(model: Model, paths: Sequence[tuple[View, Tokens]]) -> list[torch.Tensor]:
-    states = model.hidden(paths)
-    return [
-        torch.nn.functional.linear(states[i : i + ROWS], model.head, model.head_bias).float()
-        for i in range(0, len(states), ROWS)
-    ]
+    with torch.no_grad():
+        states = model.hidden(paths)
+        return [
+            torch.nn.functional.linear(states[i : i + ROWS], model.head, model.head_bias).float()
+            for i in range(0, len(states), ROWS)
+        ]
 
 
 def _spread(rows: Sequence[int], count: int) -> list[int]:

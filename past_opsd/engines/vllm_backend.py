@@ -6,14 +6,19 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from past_opsd.config import ModelSection, Sampling
+from past_opsd.lazy import Lazy
 from past_opsd.pretrained import hardware, locate
 from past_opsd.types import PastError, Tokens
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = Lazy("numpy")
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 SEED = "past_seed"

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from past_opsd.config import RolloutSection, Sampling
-from past_opsd.lab import Work
 from past_opsd.prompts import Prompts
 from past_opsd.sampling import Draw, Draws
-from past_opsd.types import Adapter, Attempt, Batch, Group, PastError, Problem, Term, View
+from past_opsd.types import Adapter, Attempt, Batch, Group, PastError, Problem, Term, View, Work
 
 
 class Tools(Protocol):

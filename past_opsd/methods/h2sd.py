@@ -23,7 +23,6 @@ from typing import Any
 from pydantic import Field
 
 from past_opsd.config import RolloutSection, Section
-from past_opsd.lab import Work
 from past_opsd.losses import ModulatedReinforce, Reinforce, Stay
 from past_opsd.methods import Method, Tools, distill, require_groups
 from past_opsd.prompts import Prompts
@@ -35,6 +34,7 @@ from past_opsd.types import (
     Problem,
     Term,
     View,
+    Work,
     by_problem,
     derive_seed,
     group_advantages,

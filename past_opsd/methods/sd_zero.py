@@ -20,12 +20,11 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from past_opsd.config import RolloutSection, Sampling, Section
-from past_opsd.lab import Work
 from past_opsd.losses import Imitate, MixedTopK, Stay
 from past_opsd.methods import Method, Tools, distill
 from past_opsd.prompts import Prompts
 from past_opsd.sampling import Draws
-from past_opsd.types import Attempt, Batch, PastError, Term, Tokens, View, derive_seed, mean
+from past_opsd.types import Attempt, Batch, PastError, Term, Tokens, View, Work, derive_seed, mean
 
 
 class Phase1Sampling(Sampling):
