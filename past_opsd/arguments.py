@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import REMAINDER, SUPPRESS, ArgumentParser
 from pathlib import Path
 
 TRAJECTORIES = 12
@@ -65,6 +65,12 @@ def demo(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder, made anew (default runs/demo)")
     parser.add_argument("--seeds", default="17,29,43", help="training seeds, comma-separated (default 17,29,43)")
     _overrides(parser)
+
+
+def completion(parser: ArgumentParser) -> None:
+    """`past completion`; the scripts call it with the words typed so far."""
+    parser.add_argument("shell", nargs="?", choices=("bash", "zsh", "fish"), help="whose script to print")
+    parser.add_argument("--words", dest="typed", nargs=REMAINDER, help=SUPPRESS)
 
 
 def report(parser: ArgumentParser) -> None:

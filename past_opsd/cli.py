@@ -275,6 +275,19 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
+def _completion(args: argparse.Namespace) -> int:
+    from past_opsd import completion
+
+    if args.typed is not None:
+        typed = args.words[args.words.index("--words") + 1 :]  # as typed: argparse takes a lone "--" away
+        print("\n".join(completion.candidates(build_parser, typed)))
+    elif args.shell is not None:
+        print(completion.SCRIPTS[args.shell], end="")
+    else:
+        raise PastError("name a shell: past completion bash, zsh or fish")
+    return 0
+
+
 _RUN = "runs/embedded-past-17"
 
 # The commands by task, the example of a task first. A new command is one more line here.
@@ -283,6 +296,7 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
         Command("demo", "Vanilla OPSD and PAST on the embedded default, with a table", "", _demo, arguments.demo),
         Command("recipes", "list the shipped recipes", "", _recipes),
         Command("show", "print a recipe in full, every field explained", "embedded/past", _show, recipe=True),
+        Command("completion", "print what makes TAB complete past", "bash", _completion, arguments.completion),
     ),
     "Train": (
         Command("train", "run a recipe", "embedded/past --set run.seed=29", _train, arguments.train, recipe=True),

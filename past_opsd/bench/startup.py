@@ -6,6 +6,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from past_opsd.types import PastError
 
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(words: list[str]) -> tuple[float, int]:
+def measure(words: Sequence[str]) -> tuple[float, int]:
     """CPU seconds and peak bytes of one `past WORDS`."""
     process = subprocess.Popen([sys.executable, "-m", "past_opsd", *words], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
