@@ -16,13 +16,14 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
@@ -30,6 +31,8 @@ from pydantic.fields import FieldInfo
 from past_opsd.types import PastError
 
 SHIPPED = Path(__file__).parent / "recipes"
+EMBEDDED = {"embedded": "embedded_model", "embedded-expert": "embedded_expert"}  # models of the package, by name
+HUB = "hf:"  # before the name of a dataset on the Hugging Face hub
 PLUGINS = {"method": "methods", "task": "tasks", "verifier": "verifiers", "engine": "engines"}
 
 
@@ -37,6 +40,14 @@ class Section(BaseModel):
     """A table of a recipe: no unknown keys, no coercion between types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=True)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Marks a text that names a file or folder, or may do so: a relative one is looked for beside its recipe first."""
+
+    surely: bool = False
+    """It names one, unless it begins with 'hf:': what is not there is missing beside the recipe."""
 
 
 class Unread(Section):
@@ -69,7 +80,9 @@ class LoraSection(Section):
 class ModelSection(Section):
     """The frozen base and its two adapters."""
 
-    path: str = Field(description="'embedded', a pulled model, a local folder, a .gguf file, or a hub id")
+    path: Annotated[str, Place()] = Field(
+        description="'embedded', a pulled model, a local folder, a .gguf file, or a hub id"
+    )
     revision: str | None = Field(None, description="hub revision")
     gguf_file: str | None = Field(None, description="the GGUF file of a folder or hub repository with several")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="dtype of the frozen base")
@@ -83,7 +96,9 @@ class ModelSection(Section):
     )
     trust_remote_code: bool = Field(False, description="run code that a model repository ships; off by default")
     max_context: int | None = Field(None, ge=8, description="prompt + response limit; default: the model's own")
-    expert: str | None = Field(None, description="a separate frozen teacher for methods that distill from one (OPD)")
+    expert: Annotated[str | None, Place()] = Field(
+        None, description="a separate frozen teacher for methods that distill from one (OPD)"
+    )
     lora: LoraSection = LoraSection()  # pyright: ignore[reportCallIssue]
 
 
@@ -238,7 +253,7 @@ def load(name: str | Path, overrides: Sequence[str] = (), *, imports: bool = Tru
 
     Without `imports` no module outside the package is imported, and the sections that name one are taken as they are.
     """
-    data, sources = _read(locate(name))
+    data, sources = _read(locate(name), imports)
     for override in overrides:
         _override(data, sources, override)
     return validate(data, sources, str(name), imports=imports)
@@ -315,7 +330,7 @@ def validate(data: Mapping[str, Any], sources: Mapping[str, Source], where: str,
         )
     schema = create_model("Recipe", __base__=Recipe, **chosen)
     try:
-        recipe = schema.model_validate(dict(data))
+        recipe = schema.model_validate(_placed(schema, data, sources))
         dump(recipe)
     except ValidationError as error:
         lines = [_explain(schema, item, sources, where) for item in error.errors()]
@@ -323,6 +338,42 @@ def validate(data: Mapping[str, Any], sources: Mapping[str, Source], where: str,
     except TypeError as error:
         raise PastError(f"{where}: dates and times have no meaning in a recipe ({error})") from None
     return recipe
+
+
+def _placed(
+    schema: type[BaseModel], data: Mapping[str, Any], sources: Mapping[str, Source], path: str = ""
+) -> dict[str, Any]:
+    """The tree with every relative file or folder made absolute: found beside the recipe that names it, else here."""
+    out = dict(data)
+    for key, info in schema.model_fields.items():
+        value, here = out.get(key), f"{path}{key}"
+        place = next((mark for mark in info.metadata if isinstance(mark, Place)), None)
+        if place is not None and isinstance(value, dict):
+            out[key] = {name: _find(text, place, _folder(sources, f"{here}.{name}")) for name, text in value.items()}
+        elif place is not None:
+            out[key] = _find(value, place, _folder(sources, here))
+        elif isinstance(value, dict) and (inner := _section(schema, key)) is not None:
+            out[key] = _placed(inner, value, sources, f"{here}.")
+    return out
+
+
+def _folder(sources: Mapping[str, Source], key: str) -> Path:
+    """The folder of the file that wrote a key; the working folder where a command line did."""
+    while key and key not in sources:
+        key = key.rpartition(".")[0]
+    source = sources.get(key)
+    return Path(source.where).parent if source is not None and source.line is not None else Path()
+
+
+def _find(value: Any, place: Place, folder: Path) -> Any:
+    if not isinstance(value, str) or not value or value in EMBEDDED:
+        return value
+    prefix = HUB if value.startswith(HUB) else ""
+    name, sign, query = value.removeprefix(HUB).partition("?") if prefix else (value, "", "")
+    found = [path for path in (folder / name, Path(name)) if path.exists()]
+    if found or (place.surely and not prefix):
+        return f"{prefix}{os.path.abspath(found[0] if found else folder / name)}{sign}{query}"
+    return value
 
 
 def dump(recipe: BaseModel) -> dict[str, Any]:
@@ -388,7 +439,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Source]]:
+def _read(path: Path, imports: bool = True) -> tuple[dict[str, Any], dict[str, Source]]:
     """One file merged over the file it extends, with the place each key came from."""
     chain: list[Path] = []
     data: dict[str, Any] = {}
@@ -410,7 +461,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Source]]:
         layers.append((table, _lines(text, str(current))))
         current = _parent(current, parent) if parent is not None else None
     for table, lines in reversed(layers):
-        _merge(data, table)
+        _merge(data, table, Recipe, imports)
         sources.update(lines)
     return data, sources
 
@@ -422,15 +473,46 @@ def _parent(path: Path, parent: Any) -> Path:
     return beside if beside.is_file() else locate(parent)
 
 
-def _merge(into: dict[str, Any], table: Mapping[str, Any]) -> None:
+def _merge(
+    into: dict[str, Any], table: Mapping[str, Any], schema: type[BaseModel] | None, imports: bool = True
+) -> None:
+    """Lay a table over another: sections key by key, a value that is a table (`evaluation = {...}`) as a whole.
+
+    Without a schema every table counts as a section.
+    """
     for key, value in table.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            # Another module was chosen: options of the inherited one do not carry over.
-            if key in PLUGINS and "name" in value and value["name"] != into[key].get("name"):
-                into[key] = {}
-            _merge(into[key], value)
+        old = into.get(key)
+        if not isinstance(value, dict) or not isinstance(old, dict):
+            into[key] = value
+            continue
+        name = value.get("name", old.get("name"))
+        if key in PLUGINS and name != old.get("name"):  # options of the inherited module do not carry over
+            old = into[key] = {}
+        if schema is None:
+            _merge(old, value, None)
+        elif key in PLUGINS:
+            _merge(old, value, _options(key, name, imports))
+        elif (inner := _section(schema, key)) is not None:
+            _merge(old, value, inner)
         else:
             into[key] = value
+
+
+def _section(schema: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The schema of a field that is a section, None for any other."""
+    info = schema.model_fields.get(key)
+    inner = info.annotation if info is not None else None
+    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
+
+
+def _options(kind: str, name: Any, imports: bool) -> type[BaseModel] | None:
+    """The schema of a chosen module's options; None where it is unknown, which `validate` tells."""
+    if not isinstance(name, str) or (not imports and is_foreign(name)):
+        return None
+    try:
+        return plugin(kind, name).Options
+    except PastError:
+        return None
 
 
 def _override(data: dict[str, Any], sources: dict[str, Source], text: str) -> None:
@@ -445,7 +527,7 @@ def _override(data: dict[str, Any], sources: dict[str, Source], text: str) -> No
     tree: Any = parsed
     for part in reversed(parts):
         tree = {part: tree}
-    _merge(data, tree)
+    _merge(data, tree, None)
     sources[".".join(parts)] = Source(f"--set {text}", None)
 
 

@@ -15,7 +15,7 @@ from past_opsd.config import Recipe
 from past_opsd.tasks import benchmarks
 from past_opsd.tasks._columns import ALIASES, Loaded, load
 from past_opsd.tasks._overlap import RUN, Overlap, Repeats, normalise, overlaps, repeats
-from past_opsd.tasks.dataset import Options, check_mapping, held_out_reading, training
+from past_opsd.tasks.dataset import Options, check_mapping, held_out_reading, split, training
 from past_opsd.types import Attempt, PastError, Problem, Response, Verdict, View, derive_seed
 from past_opsd.verifiers import Reason
 
@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `past data`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     check = actions.add_parser("check", help="what would be used of a file, and what is wrong with it")
-    check.add_argument("source", nargs="?", help=".jsonl, .parquet, a folder, hf:owner/name (default: the recipe's)")
+    check.add_argument(
+        "source", nargs="?", help=".jsonl, .csv, .parquet, a folder, hf:owner/name (default: the recipe's)"
+    )
     check.add_argument("--recipe", help="read as this recipe reads, and compare lengths with its budget")
     check.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override")
     check.add_argument("--column", action="append", default=[], metavar="ROLE=NAME", help="e.g. problem=Question")
@@ -79,11 +81,16 @@ def check(recipe: Recipe | None, args: argparse.Namespace) -> Report:
     report.head(_short(source, WIDTH))
     _rows(report, loaded, options)
     _roles(report, loaded)
+    for note in loaded.notes:
+        report.say(note)
     sets = {name: load(source, held_out) for name, source in _held_out(recipe, args).items()}
     for name, other in sets.items():
         report.head(_short(f"held-out set {name}", WIDTH))
         _rows(report, other, options)
     if loaded.problems:
+        if options.hold_out:
+            _, apart = split(loaded.problems, options.hold_out)
+            report.head(f"{len(apart)} problems are kept out of training (task.hold_out)")
         if options.needs_answer:
             _answers(report, recipe, loaded.problems)
         if recipe is not None:

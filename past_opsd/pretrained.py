@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
+from past_opsd.config import EMBEDDED as SHIPPED
 from past_opsd.config import ModelSection
 from past_opsd.lazy import Lazy
 from past_opsd.types import PastError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 else:
     torch = Lazy("torch")
 
-SHIPPED = {"embedded": "embedded_model", "embedded-expert": "embedded_expert"}
 PULLABLE = ("smollm2-135m",)
 _LOADING = (OSError, ValueError, ImportError, RuntimeError, KeyError, IndexError, SafetensorError, struct.error)
 _LOADING += (pickle.UnpicklingError,)  # nothing but tensors is read from a pickle

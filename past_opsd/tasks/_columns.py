@@ -1,15 +1,19 @@
 r"""Rows to problems: which column is the problem, which the reference solution, which the answer.
 
-Names that are common are understood. An answer that holds a worked solution ("... #### 42", as in GSM8K) is split into
-both; a missing answer is the last box of the solution. A row that cannot be used is kept with its place and the reason.
+Names that are common are understood, whatever their case, spaces and underscores; where a role finds none, one column
+whose name comes near is taken, and that is told. An answer that holds a worked solution ("... #### 42", as in GSM8K)
+is split into both; a missing answer is the last box of the solution. A row that cannot be used is kept with its place
+and the reason.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 from past_opsd.tasks._rows import Row, rows
@@ -18,11 +22,13 @@ from past_opsd.verifiers._extract import find_boxes
 
 Role = Literal["problem", "solution", "answer", "id"]
 ALIASES: Mapping[Role, tuple[str, ...]] = {
-    "problem": ("problem", "Question", "question", "prompt"),
+    "problem": ("problem", "question", "prompt"),
     "solution": ("solution", "reference_solution", "privileged_context"),
-    "answer": ("answer", "Answer", "ground_truth"),
+    "answer": ("answer", "ground_truth", "final_answer", "expected_answer"),
     "id": ("id",),
 }
+_ALIKE = 0.8  # of difflib's measure, at about the same length: a letter left out, added or swapped
+_BESIDE = ("statement", "text", "body", "content", "full", "final", "gold", "correct", "true", "worked", "math", "the")
 SHOWN = 10
 _MARKED = re.compile(r"(?P<solution>.*?)\n?[ \t]*####[ \t]*(?P<answer>[^\n#]+?)\s*", re.DOTALL)
 
@@ -38,7 +44,7 @@ class Reading:
     limit: int | None = None
 
     def names(self, role: Role) -> tuple[str, ...]:
-        """Columns that may hold a role, the mapped one first."""
+        """Names a role is known by, the mapped column first."""
         mapped = (self.columns[role],) if role in self.columns else ()
         return tuple(dict.fromkeys(mapped + ALIASES[role]))
 
@@ -46,19 +52,65 @@ class Reading:
         """Of the columns there are, those that are read."""
         if self.keep is None:
             return list(columns)
-        used = {name for role in ALIASES for name in self.names(role)} | set(self.keep)
+        used = {name for names in self.found(tuple(columns)).values() for name in names} | set(self.keep)
         return [column for column in columns if column in used]
+
+    def found(self, columns: tuple[str, ...]) -> dict[Role, tuple[str, ...]]:
+        """By role the columns that may hold it, the likeliest first."""
+        return _found(tuple(self.columns.items()), columns)
+
+    def guessed(self, columns: tuple[str, ...]) -> dict[Role, str]:
+        """By role a column that is taken because its name comes near."""
+        known = {role: {plain(name) for name in self.names(role)} for role in ALIASES}
+        first = {role: names[0] for role, names in self.found(columns).items() if names}
+        return {role: name for role, name in first.items() if plain(name) not in known[role]}
+
+
+@lru_cache(maxsize=256)
+def _found(mapped: tuple[tuple[Role, str], ...], columns: tuple[str, ...]) -> dict[Role, tuple[str, ...]]:
+    chosen = dict(mapped)
+    out: dict[Role, tuple[str, ...]] = {}
+    for role, aliases in ALIASES.items():
+        names = [chosen[role]] if role in chosen else []
+        names += [name for alias in aliases for name in (alias, *columns) if plain(name) == plain(alias)]
+        out[role] = tuple(dict.fromkeys(name for name in names if name in columns))
+    taken = {name for names in out.values() for name in names}
+    for role in ("problem", "solution", "answer"):
+        if not out[role]:
+            near = [name for name in columns if name not in taken and is_near(role, name)]
+            out[role] = tuple(near) if len(near) == 1 else ()
+    return out
+
+
+def plain(name: str) -> str:
+    """A column's name without case, spaces and signs."""
+    return "".join(c for c in name.casefold() if c.isalnum())
+
+
+def is_near(role: Role, column: str) -> bool:
+    """Whether a column's name is an alias of the role misspelt, in the plural, or with a harmless word beside it."""
+    words = [w.casefold().removesuffix("s") for w in re.split(r"[\W_]+|(?<=[a-z])(?=[A-Z])", column) if w]
+    for alias in map(plain, ALIASES[role]):
+        beside = alias in words and set(words) <= {alias, *_BESIDE}
+        alike = difflib.SequenceMatcher(None, alias, plain(column)).ratio() >= _ALIKE
+        if beside or (alike and abs(len(alias) - len(plain(column))) <= 1):
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a source gave. `used` counts where each role came from; `bad` says what is wrong where."""
+    """What a source gave. `used` counts where each role came from; `bad` says what is wrong where.
+
+    `notes` name columns that were taken because their names come near.
+    """
 
     source: str
     problems: tuple[Problem, ...]
     bad: tuple[str, ...]
     columns: tuple[str, ...]
     used: Mapping[str, Counter[str]]
+    notes: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -79,11 +131,13 @@ def load(source: str, reading: Reading) -> Loaded:
     problems: list[Problem] = []
     bad: list[str] = []
     columns: dict[str, None] = {}
+    guessed: dict[Role, str] = {}
     used: dict[str, Counter[str]] = {role: Counter() for role in ALIASES}
     ids: set[str] = set()
 
     def wanted(found: Sequence[str]) -> list[str]:
         columns.update(dict.fromkeys(found))
+        guessed.update(reading.guessed(tuple(found)))
         return reading.wanted(found)
 
     for row in rows(source, wanted):
@@ -102,7 +156,11 @@ def load(source: str, reading: Reading) -> Loaded:
             used[role][origin] += 1
     if not problems and not bad:
         raise PastError(f"{source}: holds no problem")
-    return Loaded(source, tuple(problems), tuple(bad), tuple(columns), used)
+    notes = [
+        f"{source}: the column '{name}' is read as the {role}; if that is wrong, set task.columns.{role}"
+        for role, name in guessed.items()
+    ]
+    return Loaded(source, tuple(problems), tuple(bad), tuple(columns), used, tuple(notes))
 
 
 def _problem(row: Row, reading: Reading) -> tuple[Problem, dict[str, str]]:
@@ -111,9 +169,9 @@ def _problem(row: Row, reading: Reading) -> tuple[Problem, dict[str, str]]:
     data = row.data
     origins: dict[str, str] = {}
     found: dict[str, Any] = {}
-    for role in ALIASES:
-        names = (name for name in reading.names(role) if data.get(name) is not None)
-        if (column := next(names, None)) is not None:
+    for role, names in reading.found(tuple(data)).items():
+        column = next((name for name in names if data[name] is not None), None)
+        if column is not None:
             origins[role], found[role] = column, data[column]
     # What a role took under another name stays readable under its own: a user's verifier may ask for it.
     extra = {name: value for name, value in data.items() if origins.get(name) != name}
@@ -129,10 +187,26 @@ def _problem(row: Row, reading: Reading) -> tuple[Problem, dict[str, str]]:
     ]
     for role, value, needed in checks:
         if needed and not value.strip():
-            names = reading.names(role)
-            held = f"found {found[role]!r}" if role in found else "found none"
-            raise _BadRowError(f"needs a non-empty text '{names[0]}' (or {', '.join(names[1:])}), {held:.80}")
+            raise _BadRowError(_missing(role, reading, tuple(data), origins))
     return Problem(texts.get("id") or row.name, texts["problem"], solution, answer, extra), origins
+
+
+def _missing(role: Role, reading: Reading, columns: tuple[str, ...], origins: Mapping[str, str]) -> str:
+    """What a row lacks, what it has, and what to do."""
+    empty = reading.found(columns)[role]
+    if empty:
+        return f"its {role} (column '{empty[0]}') is empty"
+    others = [name for name in columns if name not in origins.values()]
+    near = [name for name in others if is_near(role, name)]
+    names = reading.names(role)
+    lack = f"has no {role}: no column '{names[0]}' (or {', '.join(names[1:])})"
+    choice = ", ".join(near or others)
+    advice = f"set task.columns.{role} to one of: {choice}" if others else f"add a column '{names[0]}'"
+    if role == "answer" and "solution" in origins:
+        box = r"a \boxed{...} or '#### ...'"
+        where = f"the solution in '{origins['solution']}' has no box to take it from"
+        return f"{lack}, and {where}; end it with {box}, or {advice}"
+    return f"{lack}; {advice}"
 
 
 def _solution_and_answer(texts: Mapping[str, str], origins: dict[str, str]) -> tuple[str, str]:

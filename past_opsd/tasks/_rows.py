@@ -1,4 +1,4 @@
-"""Rows of a source: a JSON-lines file, a Parquet file, a folder of shards, or a Hugging Face dataset.
+"""Rows of a source: a file (JSON lines, a JSON list, CSV, TSV, Parquet), a folder of them, or a Hugging Face dataset.
 
 A source is one string: a path, or `hf:owner/name` with `?config=..&split=..&revision=..` where needed. Only data is
 read; nothing that a source brings along is executed.
@@ -6,17 +6,24 @@ read; nothing that a source brings along is executed.
 
 from __future__ import annotations
 
+import codecs
+import csv
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import parse_qsl
 
+from past_opsd.config import HUB
 from past_opsd.types import PastError
 
-HUB = "hf:"
-_KINDS = (".jsonl", ".parquet")
+_LINES = (".jsonl", ".ndjson", ".json")
+_TABLES = (".csv", ".tsv")
+_KINDS = (".jsonl", ".ndjson", *_TABLES, ".parquet")  # of shards; a .json among them is often a description
+_KNOWN = "JSON lines (.jsonl), a JSON list (.json), CSV (.csv, .tsv), Parquet (.parquet) or a folder of one of them"
+_CELL = 1 << 24  # characters in one cell of a CSV file; a quote that never closes would take the rest of the file
 _SETTINGS = {"config": None, "split": "train", "revision": None}
 _BATCH = 512
 
@@ -50,43 +57,124 @@ def _shards(folder: Path) -> list[Path]:
     found = sorted(p for p in folder.rglob("*") if p.suffix in _KINDS and p.is_file() and not p.name.startswith("."))
     kinds = {p.suffix for p in found}
     if len(kinds) != 1:
-        what = "both .jsonl and .parquet files" if kinds else "no .jsonl or .parquet file"
+        what = f"files of several kinds ({', '.join(sorted(kinds))})" if kinds else f"no {', '.join(_KINDS)} file"
         raise PastError(f"{folder}: holds {what}; name a folder of one kind, or one file")
     return found
 
 
 def _file(path: Path, name: str, wanted: Wanted) -> Iterator[Row]:
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         yield from _parquet(path, name, wanted)
-    elif path.suffix in (".jsonl", ".json", ".ndjson") or not path.exists():
-        yield from _jsonl(path, name, wanted)
+    elif path.suffix.lower() in _TABLES:
+        yield from _table(path, name, wanted)
+    elif path.suffix.lower() in _LINES or not path.exists():
+        yield from _json(path, name, wanted)
     else:
-        raise PastError(
-            f"{path}: unknown kind of file; give JSON lines (.jsonl), Parquet (.parquet) or a folder of them"
-        )
+        raise PastError(f"{path}: unknown kind of file; give {_KNOWN}")
 
 
-def _jsonl(path: Path, name: str, wanted: Wanted) -> Iterator[Row]:
+def _open(path: Path) -> IO[bytes]:
+    """The file behind its byte-order mark, if it has one of UTF-8."""
     try:
-        lines = path.open("rb")  # bytes: a text line could end at U+2028 inside a value
+        file = path.open("rb")
+        start = file.read(4)
     except OSError as error:
         raise PastError(
-            f"{path}: cannot be read ({error.strerror}); give a file, a folder, or 'hf:owner/name' for a dataset "
-            "on the Hugging Face hub"
+            f"{path}: cannot be read ({error.strerror}). A relative path is looked for beside its recipe, then in the "
+            f"working folder ({Path.cwd()}); a dataset on the Hugging Face hub is written hf:owner/name"
         ) from None
-    with lines:
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        file.close()
+        raise PastError(f"{path}: is UTF-16; save it as UTF-8")
+    file.seek(len(codecs.BOM_UTF8) if start.startswith(codecs.BOM_UTF8) else 0)
+    return file
+
+
+def _json(path: Path, name: str, wanted: Wanted) -> Iterator[Row]:
+    """A JSON object a line, or one list of objects."""
+    with _open(path) as lines:  # bytes: a text line could end at U+2028 inside a value
+        begin = lines.tell()
+        first = next((line.strip() for line in lines if line.strip()), b"")
+        lines.seek(begin)
+        if first.startswith(b"[") and (path.suffix.lower() == ".json" or not _is_json(first)):
+            yield from _list(path, name, lines.read(), wanted)
+            return
+        if first == b"{":
+            raise PastError(
+                f"{path}: one object is spread over several lines; write one object a line, or a list [...]"
+            )
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield Row(f"{path}:{number}", f"{name}:{number}", _object(line, wanted))
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _list(path: Path, name: str, content: bytes, wanted: Wanted) -> Iterator[Row]:
+    try:
+        items = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise PastError(
+            f"{path}: begins as a JSON list and is none ({error}); mend it, or write one object a line"
+        ) from None
+    for number, item in enumerate(items, 1):
+        yield Row(f"{path}: item {number}", f"{name}:{number}", _chosen(item, wanted))
+
+
+def _table(path: Path, name: str, wanted: Wanted) -> Iterator[Row]:
+    """CSV or TSV with a line of column names; an empty cell is no value."""
+    csv.field_size_limit(_CELL)
+    with _open(path) as file:
+        begin = file.tell()
+        delimiter = _delimiter(path, file.readline(_BATCH << 10))
+        file.seek(begin)
+        try:
+            reader = csv.reader(io.TextIOWrapper(file, "utf-8", newline=""), delimiter=delimiter, strict=True)
+            header = [cell.strip() for cell in next(reader, [])]
+            if len(set(header)) != len(header):
+                twice = next(cell for cell in header if header.count(cell) > 1)
+                raise PastError(
+                    f"{path}:1: two columns are called '{twice}'; the first line must name each column once"
+                )
+            while True:
+                line = reader.line_num + 1
+                cells = next(reader, None)
+                if cells is None:
+                    return
+                if cells:
+                    yield Row(f"{path}:{line}", f"{name}:{line}", _cells(header, cells, wanted))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise PastError(f"{path}: cannot be read as CSV in UTF-8 ({error})") from None
+
+
+def _delimiter(path: Path, header: bytes) -> str:
+    return "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=lambda sign: header.count(sign.encode()))
+
+
+def _cells(header: list[str], cells: list[str], wanted: Wanted) -> dict[str, Any] | str:
+    if len(cells) != len(header):
+        return f"has {len(cells)} cells where the first line names {len(header)} columns; quote cells that hold a comma"
+    data = dict(zip(header, cells, strict=True))
+    return {column: data[column] or None for column in wanted(header)}
 
 
 def _object(line: bytes, wanted: Wanted) -> dict[str, Any] | str:
     try:
         data = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
-        return f"not JSON ({error})"
+        return f"not JSON ({error}); write one JSON object a line"
+    return _chosen(data, wanted)
+
+
+def _chosen(data: Any, wanted: Wanted) -> dict[str, Any] | str:
     if not isinstance(data, dict):
-        return f"a row must be a JSON object, not {type(data).__name__}"
+        return f'a row must be a JSON object, not {type(data).__name__}; write e.g. {{"problem": ..., "answer": ...}}'
     return {column: data[column] for column in wanted(tuple(data))}
 
 

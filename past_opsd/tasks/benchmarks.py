@@ -14,12 +14,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from past_opsd import config
-from past_opsd.config import Recipe, Section
+from past_opsd.config import Place, Recipe, Section
 from past_opsd.tasks import Problems
 from past_opsd.tasks._columns import Reading, load
 from past_opsd.tasks.dataset import accept, identity
@@ -81,7 +81,9 @@ class Options(Section):
     """Held-out benchmarks; for evaluation alone."""
 
     sets: list[str] = Field(description=f"which benchmarks: {', '.join(BENCHMARKS)}, or names in `files`")
-    files: dict[str, str] = Field({}, description="sources in place of the hub's, or of further sets, by name")
+    files: Annotated[dict[str, str], Place(surely=True)] = Field(
+        {}, description="sources in place of the hub's, or of further sets, by name"
+    )
     limit: int | None = Field(None, ge=1, description="use only so many problems of each set, the first ones")
 
 

@@ -1,4 +1,4 @@
-"""The user's own problems: JSON lines, Parquet, a folder of shards, or a dataset on the Hugging Face hub.
+"""The user's own problems: JSON lines, CSV, Parquet, a folder of shards, or a dataset on the Hugging Face hub.
 
     [task]
     name = "dataset"
@@ -14,21 +14,28 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from past_opsd.config import Section
+from past_opsd.config import Place, Section
 from past_opsd.tasks import Problems
 from past_opsd.tasks._columns import Loaded, Reading, Role, load
-from past_opsd.types import PastError, Problem
+from past_opsd.types import PastError, Problem, derive_seed
+
+HELD_OUT = "held_out"
 
 
 class Options(Section):
     """Problems from files or from the Hugging Face hub."""
 
-    train: str = Field(description="training problems: a .jsonl or .parquet file, a folder of them, or hf:owner/name")
-    evaluation: dict[str, str] = Field(description="held-out sources by benchmark name; their rows need no solution")
+    train: Annotated[str, Place(surely=True)] = Field(
+        description="training problems: a .jsonl, .json, .csv, .tsv or .parquet file, a folder, or hf:owner/name"
+    )
+    evaluation: Annotated[dict[str, str], Place(surely=True)] = Field(
+        {}, description="held-out sources by benchmark name; their rows need no solution"
+    )
+    hold_out: int = Field(0, ge=0, description="so many problems of `train` are kept out of training and evaluated")
     columns: dict[Role, str] = Field({}, description="columns by role, where aliases do not find them")
     keep: list[str] | None = Field(None, description="further columns for the verifier; unset keeps all, [] none")
     limit: int | None = Field(None, ge=1, description="use only so many training problems, the first ones")
@@ -40,18 +47,42 @@ class Options(Section):
 
 def build(options: Options) -> Problems:
     """Read every source now, so that a bad row is found before anything runs."""
-    if not options.evaluation:
-        raise PastError('task.evaluation names no source; write e.g. evaluation = { aime24 = "aime24.jsonl" }')
+    if not options.evaluation and not options.hold_out:
+        raise PastError(
+            'task: nothing to evaluate on; write e.g. evaluation = { aime24 = "aime24.jsonl" }, or hold_out = 100 to '
+            "keep so many of the training problems apart"
+        )
     notes: list[str] = []
     train = load(options.train, training(options))
     check_mapping(train, options)
     accept(train, options.bad_rows, notes)
+    notes += train.notes
+    learned, kept = split(train.problems, options.hold_out)
     held_out = held_out_reading(options)
     sets = {
         name: accept(load(source, held_out), options.bad_rows, notes).problems
         for name, source in options.evaluation.items()
     }
-    return Problems(identity("dataset", [train.problems, *sets.values()]), train.problems, sets, notes=tuple(notes))
+    if kept:
+        if HELD_OUT in sets:
+            raise PastError(f"task.evaluation names a set '{HELD_OUT}', which is what hold_out makes; rename it")
+        sets[HELD_OUT] = kept
+    return Problems(identity("dataset", [learned, *sets.values()]), learned, sets, notes=tuple(notes))
+
+
+def split(problems: tuple[Problem, ...], count: int) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+    """Problems to learn from and `count` held-out ones: a choice by their texts alone, so equal texts stay together."""
+    if not count:
+        return problems, ()
+    texts = sorted({p.text for p in problems}, key=lambda text: derive_seed("hold out", text))
+    apart = set(texts[:count])
+    learned = tuple(p for p in problems if p.text not in apart)
+    if not learned:
+        raise PastError(
+            f"task.hold_out = {count}: there are only {len(texts)} different problems, so none would be left"
+        )
+    first = {p.text: p for p in reversed(problems) if p.text in apart}  # repeats are evaluated once
+    return learned, tuple(p for p in problems if first.get(p.text) is p)
 
 
 def training(options: Options) -> Reading:

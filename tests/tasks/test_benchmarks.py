@@ -108,7 +108,10 @@ def test_the_model_cards_sampling_and_overrides():
     sampling = recipe.evaluation.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.95, 20)
     assert (recipe.evaluation.samples, recipe.model.path) == (64, "some/model")
-    assert (recipe.task.sets, recipe.task.files) == (["math500", "my.set"], {"my.set": "data/my set.jsonl"})
+    assert (recipe.task.sets, recipe.task.files) == (
+        ["math500", "my.set"],
+        {"my.set": str(Path("data/my set.jsonl").resolve())},
+    )
     assert recipe.name == "eval/card"
     assert config.dump(config.from_dump(config.dump(recipe))) == config.dump(recipe)
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import builtins
+import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,132 @@ def test_aliases_numbers_and_extra_columns(tmp_path: Path):
     assert one(tmp_path, {"prompt": "1+1", "privileged_context": "so", "Answer": 2.5}).answer == "2.5"
 
 
+COLUMNS = [
+    {"Problem": "1+1", "SOLUTION": "so 2", "Answer": "2"},
+    {"Question": "1+1", "Reference Solution": "so 2", "Ground-Truth": "2"},
+    {"problem statement": "1+1", "worked_solution": "so 2", "finalAnswer": "2"},
+    {"problems": "1+1", "solutoin": "so 2", "answers": "2", "problem_id": 7, "answer_type": "int"},
+]
+
+
+@pytest.mark.parametrize("row", COLUMNS, ids=lambda row: next(iter(row)))
+def test_other_spellings_of_columns_are_understood_and_guesses_are_told(tmp_path: Path, row: dict[str, Any]):
+    loaded = read(write(tmp_path / "a.jsonl", row), keep=[])
+    (problem,) = loaded.problems
+    assert (problem.text, problem.solution, problem.answer) == ("1+1", "so 2", "2")
+    told = "is read as the problem; if that is wrong, set task.columns.problem"
+    for notes in (loaded.notes, build(tmp_path / "a.jsonl").notes):
+        assert any(told in note for note in notes) == (row in COLUMNS[2:])
+
+
+def test_a_name_that_only_sounds_alike_is_not_taken(tmp_path: Path):
+    for name in ("problem_id", "problem_type", "question_number", "source"):
+        loaded = read(write(tmp_path / "a.jsonl", {name: "7", "solution": "so", "answer": "2"}))
+        assert loaded.bad
+        assert f"set task.columns.problem to one of: {name}" in loaded.bad[0]
+
+
+TABLE = [["Problem", "Solution", "Answer", "level"], ["1+1, or so", 'it\n"is" 2', "2", ""], ["2+2", "4", "4", "easy"]]
+
+
+@pytest.mark.parametrize(("name", "sign"), [("a.csv", ","), ("a.CSV", ";"), ("a.csv", "\t"), ("a.tsv", "\t")])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_csv_as_spreadsheets_write_it(tmp_path: Path, name: str, sign: str, encoding: str):
+    with (tmp_path / name).open("w", encoding=encoding, newline="") as file:
+        csv.writer(file, delimiter=sign).writerows([*TABLE, [], ["3+3", "6"]])
+    loaded = read(tmp_path / name)
+    assert [(p.text, p.solution, p.answer) for p in loaded.problems] == [tuple(row[:3]) for row in TABLE[1:]]
+    assert [p.extra for p in loaded.problems][1]["level"] == "easy"
+    assert loaded.problems[1].id == f"{name}:4"  # lines are counted as an editor does: a cell may hold several
+    assert loaded.bad == (
+        f"{tmp_path / name}:6: has 2 cells where the first line names 4 columns; quote cells that hold a comma",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'problem,answer\n"1+1,2\n', "cannot be read as CSV in UTF-8"),
+        (b"problem,answer\n\xff,2\n", "cannot be read as CSV in UTF-8"),
+        (b"problem,answer,answer\n1,2,3\n", "two columns are called 'answer'"),
+        ("problem,answer\n1,2\n".encode("utf-16"), "is UTF-16; save it as UTF-8"),
+        (b"", "holds no problem"),
+    ],
+)
+def test_a_csv_that_cannot_be_read_is_one_message(tmp_path: Path, text: bytes, message: str):
+    (tmp_path / "a.csv").write_bytes(text)
+    with pytest.raises(PastError, match=message):
+        read(tmp_path / "a.csv")
+
+
+def test_a_mark_before_the_first_line_and_a_list_of_objects(tmp_path: Path):
+    rows = [GOOD, GOOD | {"problem": "2+2"}]
+    for name, text in (("a.jsonl", "\n".join(map(json.dumps, rows))), ("a.json", json.dumps(rows, indent=2))):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert [p.text for p in read(tmp_path / name).problems] == ["1+1", "2+2"]
+    (tmp_path / "b.json").write_text("[1, {]", encoding="utf-8")
+    with pytest.raises(PastError, match="begins as a JSON list and is none"):
+        read(tmp_path / "b.json")
+    (tmp_path / "c.jsonl").write_text(json.dumps(GOOD, indent=2), encoding="utf-8")
+    with pytest.raises(PastError, match="one object is spread over several lines"):
+        read(tmp_path / "c.jsonl")
+
+
+def test_relative_files_are_looked_for_beside_the_recipe_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here, there = tmp_path / "here", tmp_path / "there"
+    write(there / "data" / "train.jsonl", GOOD)
+    write(here / "held.jsonl", GOOD)
+    write(here / "data" / "train.jsonl", GOOD)
+    (there / "base.toml").write_text(
+        'extends = "paper/past"\nname = "base"\n[task]\ntrain = "data/train.jsonl"\n'
+        'evaluation = { held = "held.jsonl", lost = "lost.jsonl", hub = "hf:openai/gsm8k?split=test" }\n'
+    )
+    (here / "mine.toml").write_text('extends = "../there/base.toml"\nname = "mine"\n[model]\npath = "model"\n')
+    (here / "model").mkdir()
+    monkeypatch.chdir(here)
+    recipe = config.load(here / "mine.toml")
+    assert recipe.task.train == str(there / "data" / "train.jsonl")
+    assert recipe.model.path == str(here / "model")
+    assert recipe.task.evaluation == {
+        "held": str(here / "held.jsonl"),  # not beside the recipe: the working folder is tried
+        "lost": str(there / "lost.jsonl"),
+        "hub": "hf:openai/gsm8k?split=test",
+    }
+    with pytest.raises(PastError, match=re.escape(str(there / "lost.jsonl")) + ".*looked for beside its recipe, then"):
+        load(recipe.task.evaluation["lost"], Reading())
+    assert config.load("mine.toml", ["task.train=data/train.jsonl"]).task.train == str(here / "data" / "train.jsonl")
+
+
+def test_a_table_that_is_a_value_replaces_the_inherited_one(tmp_path: Path):
+    (tmp_path / "mine.toml").write_text(
+        'extends = "paper/past"\nname = "mine"\n[prompts]\nstudent_kwargs = {}\n'
+        '[task]\nevaluation = { mine = "hf:a/b" }\n[rollout.student]\ntop_k = 3\n'
+    )
+    recipe = config.load(tmp_path / "mine.toml", ["task.evaluation.more=hf:c/d"])
+    assert recipe.task.evaluation == {"mine": "hf:a/b", "more": "hf:c/d"}
+    assert recipe.prompts.student_kwargs == {}
+    assert (recipe.rollout.student.top_k, recipe.rollout.student.top_p) == (3, 0.95)  # a section is merged
+
+
+def test_problems_held_out_of_training(tmp_path: Path):
+    rows = [GOOD | {"problem": f"{i % 20}+1"} for i in range(30)]
+    path = write(tmp_path / "a.jsonl", *rows)
+    made = dataset.build(dataset.Options(train=str(path), hold_out=5))
+    ((name, held),) = made.evaluation().items()
+    assert (name, len(held)) == ("held_out", 5)
+    assert not {p.text for p in held} & {p.text for p in made.train()}
+    assert len({p.text for p in made.train()}) == 15
+    longer = write(tmp_path / "b.jsonl", *rows, *(GOOD | {"problem": f"{i}+2"} for i in range(3)))
+    kept = dataset.build(dataset.Options(train=str(longer), hold_out=5)).evaluation()["held_out"]
+    assert len({p.text for p in kept} & {p.text for p in held}) >= 2  # by text: three more problems move at most three
+    with pytest.raises(PastError, match="only 20 different problems, so none would be left"):
+        dataset.build(dataset.Options(train=str(path), hold_out=20))
+    with pytest.raises(PastError, match="nothing to evaluate on"):
+        dataset.build(dataset.Options(train=str(path)))
+
+
 def test_a_mapped_column_wins_and_one_that_is_missing_is_told(tmp_path: Path):
     row = GOOD | {"task": "2+2", "gold": "4", "key": "k"}
     problem = one(tmp_path, row, columns={"problem": "task", "answer": "gold", "id": "key"})
@@ -103,9 +231,12 @@ def test_messages_become_the_problem_and_are_kept_for_reward_functions(tmp_path:
     [
         ("{nope", "not JSON"),
         ([1], "a row must be a JSON object, not list"),
-        ({"problem": "x", "solution": "y"}, "needs a non-empty text 'answer' (or Answer, ground_truth), found none"),
-        (GOOD | {"problem": " "}, "needs a non-empty text 'problem'"),
-        ({"problem": "x", "answer": "1"}, "needs a non-empty text 'solution'"),
+        ({"problem": "x", "solution": "y"}, "no box to take it from; end it with a \\boxed{...}"),
+        ({"problem": "x", "solution": "y", "lvl": 1}, "or set task.columns.answer to one of: lvl"),
+        ({"problem": "x", "answer": None, "solution": "y"}, "its answer (column 'answer') is empty"),
+        (GOOD | {"problem": " "}, "its problem (column 'problem') is empty"),
+        ({"problem": "x", "answer": "1"}, "has no solution: no column 'solution' (or reference_solution, "),
+        ({"problem1": "x", "problem2": "y"} | {"answer": "1"}, "task.columns.problem to one of: problem1, problem2"),
         (GOOD | {"problem": 3}, "'problem' must be a text, found 3"),
         (GOOD | {"answer": True}, "'answer' must be a text, found True"),
         (GOOD | {"problem": ["x"]}, "must be one user turn"),
@@ -193,7 +324,7 @@ def test_parquet_columns_that_are_not_kept_are_not_read(tmp_path: Path, monkeypa
 
 def test_a_parquet_row_is_named_and_a_broken_file_is_told(tmp_path: Path):
     path = parquet(tmp_path / "a.parquet", GOOD, GOOD | {"answer": None})
-    assert read(path).bad[0].startswith(f"{path}: row 2: needs a non-empty text 'answer'")
+    assert read(path).bad[0].startswith(f"{path}: row 2: its answer (column 'answer') is empty")
     (tmp_path / "b.parquet").write_bytes(b"PAR1 nonsense")
     with pytest.raises(PastError, match=r"b\.parquet: cannot be read as Parquet"):
         read(tmp_path / "b.parquet")
@@ -213,14 +344,14 @@ def test_sources_that_are_none(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     write(tmp_path / "mixed" / "a.jsonl", GOOD)
     parquet(tmp_path / "mixed" / "a.parquet", GOOD)
-    (tmp_path / "a.csv").write_text("problem\n")
+    (tmp_path / "a.txt").write_text("problem\n")
     for path, message in [
         (write(tmp_path / "a.jsonl", ""), "holds no problem"),
         (tmp_path / "none.jsonl", r"none\.jsonl: cannot be read .*hf:owner/name"),
         (tmp_path / "none", r"none: cannot be read"),
-        (tmp_path / "empty", r"no \.jsonl or \.parquet file"),
-        (tmp_path / "mixed", r"both \.jsonl and \.parquet"),
-        (tmp_path / "a.csv", "unknown kind of file"),
+        (tmp_path / "empty", r"no \.jsonl, .*\.parquet file"),
+        (tmp_path / "mixed", r"several kinds \(\.jsonl, \.parquet\)"),
+        (tmp_path / "a.txt", r"unknown kind of file; give JSON lines \(\.jsonl\)"),
     ]:
         with pytest.raises(PastError, match=message):
             read(path)
@@ -233,7 +364,7 @@ def test_identity_follows_the_content(tmp_path: Path):
     assert identity(GOOD) == identity(GOOD) != identity(GOOD | {"solution": "hence 2"})
     assert identity(GOOD | {"hint": "add"}) != identity(GOOD | {"hint": "count"})
     assert identity(GOOD | {"hint": "add"}, keep=[]) == identity(GOOD)
-    with pytest.raises(PastError, match=r"task\.evaluation names no source"):
+    with pytest.raises(PastError, match=r"nothing to evaluate on"):
         dataset.build(dataset.Options(train="x", evaluation={}))
 
 
