@@ -294,8 +294,15 @@ _RUN = "runs/embedded-past-17"
 COMMANDS: Mapping[str, Sequence[Command]] = {
     "Start": (
         Command("demo", "Vanilla OPSD and PAST on the embedded default, with a table", "", _demo, arguments.demo),
+        Command(
+            "init",
+            "write a commented recipe for your model and data",
+            "--model Qwen/Qwen3-1.7B --data train.jsonl",
+            "init",
+        ),
         Command("recipes", "list the shipped recipes", "", _recipes),
         Command("show", "print a recipe in full, every field explained", "embedded/past", _show, recipe=True),
+        Command("schema", "print a JSON schema of recipes, for editors", "--out recipe.schema.json", "schema"),
         Command("completion", "print what makes TAB complete past", "bash", _completion, arguments.completion),
     ),
     "Train": (

@@ -294,15 +294,20 @@ def plugin(kind: str, name: str) -> ModuleType:
     except (ImportError, ValueError) as error:
         found, problem = False, f" ({error})"
     if not found:
-        folder = Path(__file__).parent / PLUGINS[kind]
-        known = sorted(p.stem for p in folder.glob("*.py") if "\ndef build(" in p.read_text())
         raise PastError(
-            f"{kind}.name: no {kind} '{name}'{problem}; known are {', '.join(known)}, or a dotted path to a module"
+            f"{kind}.name: no {kind} '{name}'{problem}; known are {', '.join(known(kind))}, "
+            "or a dotted path to a module"
         )
     module = importlib.import_module(path)
     if "Options" not in vars(module):
         raise PastError(f"{kind}.name: the module {path} is no {kind}: it needs a class Options and a function build")
     return module
+
+
+def known(kind: str) -> list[str]:
+    """Names of the package's own methods, tasks, verifiers or engines."""
+    folder = Path(__file__).parent / PLUGINS[kind]
+    return sorted(p.stem for p in folder.glob("*.py") if "\ndef build(" in p.read_text(encoding="utf-8"))
 
 
 def is_foreign(name: str) -> bool:
@@ -404,7 +409,7 @@ def _write_table(section: BaseModel, prefix: str, out: list[str]) -> None:
             if info.description:
                 out.append(f"# {info.description}")
             out.append(f"{key} = {_toml(value)}" if value is not None else f"# {key} is not set")
-    out.extend(f"{_key(key)} = {_toml(value)}" for key, value in (section.model_extra or {}).items())
+    out.extend(f"{toml_key(name)} = {_toml(value)}" for name, value in (section.model_extra or {}).items())
     for key, value in tables:
         path = f"{prefix}.{key}" if prefix else key
         info = type(section).model_fields[key]
@@ -427,11 +432,12 @@ def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
+        return "{ " + ", ".join(f"{toml_key(k)} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
     return str(value)
 
 
-def _key(text: str) -> str:
+def toml_key(text: str) -> str:
+    """A key as TOML writes it."""
     return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else _quoted(text)
 
 

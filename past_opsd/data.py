@@ -49,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `past data`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     check = actions.add_parser("check", help="what would be used of a file, and what is wrong with it")
-    check.add_argument(
-        "source", nargs="?", help=".jsonl, .csv, .parquet, a folder, hf:owner/name (default: the recipe's)"
-    )
+    check.add_argument("source", nargs="?", help="a file, a folder or hf:owner/name (default: the recipe's)")
     check.add_argument("--recipe", help="read as this recipe reads, and compare lengths with its budget")
     check.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override")
     check.add_argument("--column", action="append", default=[], metavar="ROLE=NAME", help="e.g. problem=Question")
@@ -113,11 +111,12 @@ def _source(recipe: Recipe | None, args: argparse.Namespace) -> tuple[str, Optio
         return args.source or recipe.task.train, recipe.task
     if args.source is None:
         raise PastError("name a file, a folder or hf:owner/name, or a --recipe whose task is 'dataset'")
-    settings = {"train": args.source, "evaluation": {}, "columns": _columns(args.column), "keep": []}
+    settings = {"train": args.source, "evaluation": {}, "columns": columns(args.column), "keep": []}
     return args.source, Options.model_validate(settings)
 
 
-def _columns(pairs: Sequence[str]) -> dict[str, str]:
+def columns(pairs: Sequence[str]) -> dict[str, str]:
+    """Columns by role, from ROLE=NAME."""
     found: dict[str, str] = {}
     for pair in pairs:
         role, _, name = pair.partition("=")
@@ -129,7 +128,7 @@ def _columns(pairs: Sequence[str]) -> dict[str, str]:
 
 def _held_out(recipe: Recipe | None, args: argparse.Namespace) -> dict[str, str]:
     """Sources by name: those given, else those of the recipe."""
-    found = dict(_named(entry) for entry in args.evaluation)
+    found = dict(named(entry) for entry in args.evaluation)
     if args.benchmark:
         found |= benchmarks.sources([name.strip() for name in args.benchmark.split(",")], {})
     if not found and recipe is not None and recipe.task.name == "dataset":
@@ -137,7 +136,7 @@ def _held_out(recipe: Recipe | None, args: argparse.Namespace) -> dict[str, str]
     return found
 
 
-def _named(entry: str) -> tuple[str, str]:
+def named(entry: str) -> tuple[str, str]:
     """`name=source`, or a source that names itself; a hub's settings hold signs of equality too."""
     name, sign, source = entry.partition("=")
     if not sign or name.startswith("hf:"):
@@ -187,7 +186,7 @@ def _answers(report: Report, recipe: Recipe | None, problems: Sequence[Problem])
 
 
 @dataclass(frozen=True)
-class _Need:
+class Need:
     """Tokens one problem needs: prompts, and whole sequences without and with a response of full length."""
 
     student: int
@@ -199,27 +198,31 @@ class _Need:
 
 def _lengths(report: Report, recipe: Recipe, problems: Sequence[Problem]) -> None:
     """Prompts in tokens, and what the loop would drop for want of room."""
-    limit, needs = _needs(recipe, problems)
+    limit, tokens = needs(recipe, problems)
     report.head(f"tokens, with {recipe.name}; room for {limit} in one sequence")
     report.row(f"    {'':<34}{'median':>10}{'95 %':>10}{'longest':>10}")
     for name, values in (
-        ("student prompt", [n.student for n in needs]),
-        ("teacher prompt, without an attempt", [n.teacher for n in needs]),
-        ("reference solution", [n.solution for n in needs]),
-        ("whole, with the longest response", [n.most for n in needs]),
+        ("student prompt", [n.student for n in tokens]),
+        ("teacher prompt, without an attempt", [n.teacher for n in tokens]),
+        ("reference solution", [n.solution for n in tokens]),
+        ("whole, with the longest response", [n.most for n in tokens]),
     ):
-        ordered = sorted(values)
-        at_95 = ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))]
-        report.row(f"    {name:<34}{statistics.median_low(ordered):>10}{at_95:>10}{ordered[-1]:>10}")
-    never = sum(n.least > limit for n in needs)
-    maybe = sum(n.least <= limit < n.most for n in needs)
-    report.say(f"{never} of {len(needs)} do not fit and would be dropped each time")
-    report.say(f"{maybe} of {len(needs)} would be dropped where the response is long")
-    if never == len(needs):
+        report.row(f"    {name:<34}{statistics.median_low(values):>10}{at_95(values):>10}{max(values):>10}")
+    never = sum(n.least > limit for n in tokens)
+    maybe = sum(n.least <= limit < n.most for n in tokens)
+    report.say(f"{never} of {len(tokens)} do not fit and would be dropped each time")
+    report.say(f"{maybe} of {len(tokens)} would be dropped where the response is long")
+    if never == len(tokens):
         report.refused.append("no problem fits the context")
 
 
-def _needs(recipe: Recipe, problems: Sequence[Problem]) -> tuple[int, list[_Need]]:
+def at_95(values: Sequence[int]) -> int:
+    """The 95th percentile, one of the values."""
+    return sorted(values)[round(0.95 * (len(values) - 1))]
+
+
+def needs(recipe: Recipe, problems: Sequence[Problem]) -> tuple[int, list[Need]]:
+    """The model's room for one sequence, and what each problem takes of it."""
     from past_opsd.pretrained import load_tokenizer, read_config
     from past_opsd.prompts import Prompts
 
@@ -239,16 +242,16 @@ def _needs(recipe: Recipe, problems: Sequence[Problem]) -> tuple[int, list[_Need
         attempts = (Attempt(problem, student, response, Verdict(ok, "")) for ok in (False, True))
         return max(len(method.teacher_view(attempt).prompt) for attempt in attempts)
 
-    def need(problem: Problem) -> _Need:
+    def need(problem: Problem) -> Need:
         view = View("student", prompts.student(problem))
         student, solution = len(view.prompt), len(prompts.encode(problem.solution))
         if not method.rollouts:
             room = method.room(problem)
-            return _Need(student, 0, solution, room, room)
+            return Need(student, 0, solution, room, room)
         bare = teacher(problem, view, "")
         shown = longest if reads_attempt else 0
         least = max(student + longest, bare + 1)
-        return _Need(student, bare, solution, least, max(student + longest, bare + shown + max(longest, drawn)))
+        return Need(student, bare, solution, least, max(student + longest, bare + shown + max(longest, drawn)))
 
     first = View("student", prompts.student(problems[0]))
     reads_attempt = teacher(problems[0], first, "one two three four") > teacher(problems[0], first, "")

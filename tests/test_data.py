@@ -187,9 +187,9 @@ def test_arguments_that_do_not_go_together(capsys: pytest.CaptureFixture[str], t
 
 
 def test_names_of_held_out_sources():
-    assert data._named("hf:openai/gsm8k?config=main&split=test")[0] == "hf:openai/gsm8k?config=main&split=test"
-    assert data._named("g=hf:openai/gsm8k?split=test") == ("g", "hf:openai/gsm8k?split=test")
-    assert data._named("data/e.jsonl") == ("e", "data/e.jsonl")
+    assert data.named("hf:openai/gsm8k?config=main&split=test")[0] == "hf:openai/gsm8k?config=main&split=test"
+    assert data.named("g=hf:openai/gsm8k?split=test") == ("g", "hf:openai/gsm8k?split=test")
+    assert data.named("data/e.jsonl") == ("e", "data/e.jsonl")
 
 
 def test_real_files(capsys: pytest.CaptureFixture[str], shared: Path):

@@ -62,7 +62,7 @@ class Reading:
     def guessed(self, columns: tuple[str, ...]) -> dict[Role, str]:
         """By role a column that is taken because its name comes near."""
         known = {role: {plain(name) for name in self.names(role)} for role in ALIASES}
-        first = {role: names[0] for role, names in self.found(columns).items() if names}
+        first: dict[Role, str] = {role: names[0] for role, names in self.found(columns).items() if names}
         return {role: name for role, name in first.items() if plain(name) not in known[role]}
 
 
