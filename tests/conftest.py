@@ -41,8 +41,9 @@ class Quiet:
         self.notes.append(text)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def _one_thread() -> None:
+    """Whatever the test before left: the number of threads is part of what bits depend on."""
     torch.set_num_threads(1)
 
 

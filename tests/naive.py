@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from rounding import assert_rounding
 from torch import Tensor
 
 from past_opsd.model import Model
@@ -24,14 +25,24 @@ def stir(parts: Session, *adapters: Adapter) -> None:
     parts.loop.publish()
 
 
-def adamw_step(model: Model, adapter: Adapter, loss: Tensor | None) -> None:
-    """AdamW's first step with lr = eps = 1: the bias-corrected moments are g and g^2, so p -= g / (|g| + 1)."""
+def adamw_step(model: Model, adapter: Adapter, loss: Tensor | None) -> float:
+    """AdamW's first step with lr = eps = 1: the bias-corrected moments are g and g^2, so p -= g / (|g| + 1).
+
+    Returns the largest step of an entry.
+    """
     assert loss is not None
     parameters = list(model.parameters(adapter).values())
-    grads = torch.autograd.grad(loss, parameters)
+    steps = [g / (g.abs() + 1.0) for g in torch.autograd.grad(loss, parameters)]
     with torch.no_grad():
-        for parameter, g in zip(parameters, grads, strict=True):
-            parameter.sub_(g / (g.abs() + 1.0))
+        for parameter, step in zip(parameters, steps, strict=True):
+            parameter.sub_(step)
+    return max(float(step.abs().max()) for step in steps)
+
+
+def assert_same(mine: Session, other: Session, moved: float, adapter: Adapter = "student") -> None:
+    """An adapter of both sessions after steps in which entries moved this far, up to rounding."""
+    for name, value in other.model.parameters(adapter).items():
+        assert_rounding(mine.model.parameters(adapter)[name], value, moved)
 
 
 def logp(model: Model, adapter: str, prompt: tuple[int, ...], tokens: tuple[int, ...], grad: bool) -> Tensor:

@@ -1,5 +1,6 @@
-"""One run as 1, 2 and 3 processes. The tolerance is that of summing float32 gradients in another order: after three
-cycles, in which entries of an adapter moved by up to 1.5e-3, they agree within 1e-5; every sampled id is the same."""
+"""One run as 1, 2 and 3 processes: gradients are summed in another order, so adapters agree up to rounding (see
+`rounding.py`) of what moved, with steps that follow the gradient. Every sampled id is the same: with this seed no draw
+of these runs falls within 1e-4 of where another token begins, a hundred times the rounding of a probability."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from conftest import SMALL
 from ranks import Launcher
+from rounding import CHAIN, EPS, assert_rounding
 from safetensors.torch import load_file
 
 from past_opsd import checkpoint
@@ -25,9 +27,9 @@ from past_opsd.learner import Log
 from past_opsd.losses import Match
 from past_opsd.types import Problem, View
 
-ATOL = 1e-5
+FOLLOW = [f"learner.{a}.{k}" for a in ("student", "teacher") for k in ("eps=1.0", "lr=0.5")]
 # Micro-batches of few tokens, so that the ranks have different numbers of them.
-RUN = [*SMALL, "evaluation.at=[1.0]", "learner.token_budget=256"]
+RUN = [*SMALL, *FOLLOW, "run.seed=1", "evaluation.at=[1.0]", "learner.token_budget=256"]
 TINY = [*RUN, "rollout.problems_per_cycle=2"]
 
 
@@ -85,12 +87,14 @@ def assert_same(one: Path, other: Path) -> None:
     assert sampled(one) == sampled(other)
     mine, theirs = weights(one), weights(other)
     assert mine.keys() == theirs.keys()
+    moved = max(float(v.abs().max()) for k, v in mine.items() if "lora_B" in k)  # which starts at zero
+    assert moved > 1e-3
     for name, value in mine.items():
         if "adapter_model" in name:
-            torch.testing.assert_close(theirs[name], value, atol=ATOL, rtol=0)
-    assert max(float(v.abs().max()) for k, v in mine.items() if "lora_B" in k) > 50 * ATOL
+            assert_rounding(theirs[name], value, moved)
+    # A divergence near zero is a difference of log-probabilities of size 10, each from a hundred additions.
     for a, b in zip(lines(one), lines(other), strict=True):
-        assert a == pytest.approx(b, rel=2e-3, abs=1e-5)
+        assert a == pytest.approx(b, rel=CHAIN * EPS, abs=128 * EPS)
 
 
 def identical(one: Path, other: Path) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import naive
 import pytest
 import torch
+from rounding import assert_rounding, follow
 
 from past_opsd import config
 from past_opsd.lab import Work
@@ -20,7 +21,6 @@ PROBLEMS = [Problem(f"p{i}", f"{i}*7*3*4", "", str(i)) for i in range(4)]
 WRONG, RIGHT = "2*7=5; \\boxed{5}", "2*7=4; \\boxed{4}"
 FAILED, CORRECT = ";\nAttempt: ", ",\nAttempt: "
 PHASE1 = ["method.phase1_problems=24", "method.phase1_batch=8"]
-FOLLOW_THE_GRADIENT = ["learner.student.eps=1.0", "learner.student.lr=1.0", "learner.student.max_grad_norm=1e9"]
 
 
 @pytest.fixture(scope="module")
@@ -321,11 +321,9 @@ def test_an_untouched_phase_1_repeats_itself(small_recipe):
         assert not one.learner.optimizers["student"].state
 
 
-def assert_same(mine: Session, other: Session, adapter: Adapter = "student") -> None:
+def assert_same(mine: Session, other: Session, moved: float, adapter: Adapter = "student") -> None:
     for name, value in other.model.parameters("student").items():
-        torch.testing.assert_close(
-            mine.model.parameters(adapter)[name.replace(".student.", f".{adapter}.")], value, atol=2e-6, rtol=1e-3
-        )
+        assert_rounding(mine.model.parameters(adapter)[name.replace(".student.", f".{adapter}.")], value, moved)
 
 
 def without_end(parts: Session, tokens: tuple[int, ...]) -> tuple[int, ...]:
@@ -342,7 +340,7 @@ def test_phase_1_equals_an_independent_naive_implementation(small_recipe, monkey
     """One step of each stage from the same samples, the second stage with a fresh optimizer."""
     overrides = ["method.phase1_epochs=1", "method.phase1_batch=500", "method.stage2_target=5000"]
     overrides += ["method.phase1_problems=40", "method.phase1_revisions=4"]
-    recipe = small_recipe("embedded/sd_zero", *overrides, *FOLLOW_THE_GRADIENT)
+    recipe = small_recipe("embedded/sd_zero", *overrides, *follow("student"))
     with session(recipe) as mine, session(recipe) as other:
         sampled: list[list[Attempt]] = []
         sample = mine.loop.lab.attempt
@@ -370,14 +368,12 @@ def test_phase_1_equals_an_independent_naive_implementation(small_recipe, monkey
             logp = naive.logp(other.model, "student", prompt, tokens, grad=True)
             return -torch.stack([logp[t, y] for t, y in enumerate(tokens)]).mean()
 
-        naive.adamw_step(
-            other.model, "student", torch.stack([imitation(x, context + y) for x, context, y in first]).mean()
-        )
-        naive.adamw_step(
-            other.model, "student", torch.stack([imitation(x + context, y) for x, context, y in second]).mean()
-        )
-        assert_same(mine, other)
-        assert_same(mine, other, "teacher")
+        loss = torch.stack([imitation(x, context + y) for x, context, y in first]).mean()
+        moved = naive.adamw_step(other.model, "student", loss)
+        loss = torch.stack([imitation(x + context, y) for x, context, y in second]).mean()
+        moved = max(moved, naive.adamw_step(other.model, "student", loss))
+        assert_same(mine, other, moved)
+        assert_same(mine, other, moved, "teacher")
 
 
 def mixed_top_k(p: torch.Tensor, q: torch.Tensor, k: int) -> torch.Tensor:
@@ -392,7 +388,7 @@ def mixed_top_k(p: torch.Tensor, q: torch.Tensor, k: int) -> torch.Tensor:
 @pytest.mark.parametrize("divergence", ["reverse", "released"])
 def test_one_cycle_equals_an_independent_naive_implementation(small_recipe, divergence: str):
     overrides = [f"method.divergence='{divergence}'", "method.top_k=5"]
-    recipe = small_recipe("embedded/sd_zero", *PHASE1, *overrides, *FOLLOW_THE_GRADIENT)
+    recipe = small_recipe("embedded/sd_zero", *PHASE1, *overrides, *follow("student"))
     with session(recipe) as mine, session(recipe) as other:
         for parts in (mine, other):
             naive.stir(parts, "student", "teacher")
@@ -408,8 +404,8 @@ def test_one_cycle_equals_an_independent_naive_implementation(small_recipe, dive
             live = naive.logp(other.model, "student", x, y, grad=True)
             values = naive.exact_kl(live, q) if divergence == "reverse" else mixed_top_k(q, live, 5)
             losses.append(values.mean())
-        naive.adamw_step(other.model, "student", torch.stack(losses).mean())
-        assert_same(mine, other)
+        moved = naive.adamw_step(other.model, "student", torch.stack(losses).mean())
+        assert_same(mine, other, moved)
         assert mine.learner.steps == {"student": 1, "teacher": 0}
 
 
