@@ -18,7 +18,7 @@ import torch
 from past_opsd import arguments, boundary, checkpoint, config
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
-from past_opsd.model import Model
+from past_opsd.model import Model, in_order
 from past_opsd.pretrained import load_tokenizer, resolve
 from past_opsd.stats import bootstrap
 from past_opsd.types import PastError, derive_seed
@@ -66,6 +66,7 @@ def _adapter(recipe: Recipe, source: Path, out: Path) -> None:
         shutil.copyfile(source / name, out / name)
     plain = json.loads((out / "adapter_config.json").read_text(encoding="utf-8"))
     plain |= {"base_model_name_or_path": resolve(recipe.model.path), "revision": recipe.model.revision}
+    plain["target_modules"] = in_order(plain["target_modules"])
     (out / "adapter_config.json").write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +44,11 @@ def _tokenizer_text(tokenizer: Any) -> str:
         return json.dumps([tokenizer.get_vocab(), str(tokenizer.special_tokens_map)], sort_keys=True)
     plain = json.loads(tokenizer.backend_tokenizer.to_str())
     return json.dumps({k: v for k, v in plain.items() if k not in ("padding", "truncation")}, sort_keys=True)
+
+
+def in_order(targets: Any) -> Any:
+    """Names of target modules as they are written: PEFT holds them in a set, whose order changes with the process."""
+    return targets if targets is None or isinstance(targets, str) else sorted(targets)
 
 
 def linear_targets(network: nn.Module, layers: int) -> tuple[list[str], bool]:
@@ -399,8 +405,9 @@ class Model(Network):
         """Write an adapter as plain PEFT loads it."""
         tensors = get_peft_model_state_dict(self.peft, adapter_name=adapter)
         save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors")
-        config = self.peft.peft_config[adapter]
+        config = copy(self.peft.peft_config[adapter])
         config.inference_mode = True
+        config.target_modules = in_order(config.target_modules)
         config.save_pretrained(str(folder))
 
     @property

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,6 +113,43 @@ def test_the_card_says_what_it_is_and_how_it_scored(run: Path):
     assert "library_name: peft" in text
     assert "| updates | chain3 | chain4 | chain5 | macro |" in text
     assert "[run]" in text
+
+
+WRITE = """
+from pathlib import Path
+from past_opsd.config import ModelSection
+from past_opsd.model import Model
+
+Model(ModelSection(path="embedded"), seed=3).save_adapter("teacher", Path())
+"""
+
+
+def test_an_adapter_is_written_the_same_under_every_hash_seed(tmp_path: Path):
+    """PEFT holds the names of its targets in a set."""
+    made = []
+    for seed in ("1", "2"):
+        folder = tmp_path / seed
+        folder.mkdir()
+        environment = os.environ | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-c", WRITE], cwd=folder, env=environment, check=True)
+        made.append({p.name: p.read_bytes() for p in folder.iterdir()})
+    assert set(made[0]) == {"adapter_config.json", "adapter_model.safetensors"}
+    assert made[0] == made[1]
+
+
+def test_an_export_is_in_order_where_its_checkpoint_is_not(run: Path, tmp_path: Path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    last = checkpoint.folder(copy, 3)
+    plain = json.loads((last / "adapter_config.json").read_text())
+    data = json.dumps(plain | {"target_modules": sorted(plain["target_modules"], reverse=True)}).encode()
+    (last / "adapter_config.json").write_bytes(data)
+    manifest = json.loads((last / checkpoint.MANIFEST).read_text())
+    manifest["adapter_config.json"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (last / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    out = export(copy, tmp_path / "out")
+    targets = json.loads((out / "adapter_config.json").read_text())["target_modules"]
+    assert targets == sorted(targets)
 
 
 def test_nothing_else_is_overwritten(run: Path, tmp_path: Path):
