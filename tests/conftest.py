@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,19 @@ SMALL = [
 ]
 
 
+COMPUTES = re.compile(r"^(?:import|from) (?:torch|naive|rounding)\b", re.MULTILINE)
+COMPARES = re.compile(r"assert_close|allclose|approx\(|assert_same|assert_rounding|torch\.equal|tolerance|1e-\d")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as numeric whatever stands in a file that computes with torch and compares numbers."""
+    text = {path: path.read_text(encoding="utf-8") for path in {item.path for item in items}}
+    numeric = {path for path, lines in text.items() if COMPUTES.search(lines) and COMPARES.search(lines)}
+    for item in items:
+        if item.path in numeric:
+            item.add_marker("numeric")
+
+
 class Quiet:
     """A display that keeps what it was told."""
 
@@ -41,9 +55,9 @@ class Quiet:
         self.notes.append(text)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Whatever the test before left: the number of threads is part of what bits depend on."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """One thread, whatever the test before left, and before any fixture computes: bits depend on it."""
     torch.set_num_threads(1)
 
 

@@ -268,15 +268,22 @@ def test_adapters_keep_float32_beside_a_half_precision_base(dtype: Any, expected
 
 
 def test_half_precision_sampling_does_not_round_the_adapter_away():
+    """Sums over another number of rows may round otherwise, by less than the adapter's effect; the effect is there."""
     model = Model(section_of("embedded", dtype="bfloat16"), seed=3)
+
+    def trained() -> torch.Tensor:
+        return (model.hidden([(View("student", PROMPT), TOKENS)]) @ model.head.T).float().detach()
+
+    before = trained()
     with torch.no_grad():
         for parameter in model.parameters("student").values():
             parameter.add_(3e-3)
     model.bump("student")
     with model.sampling("student") as network, torch.inference_mode():
         sampled = network(input_ids=torch.tensor([PROMPT + TOKENS])).logits[0, 3:6].float()
-    trained = (model.hidden([(View("student", PROMPT), TOKENS)]) @ model.head.T).float()
-    assert torch.equal(sampled, trained.detach())
+    effect = float((trained() - before).abs().mean())
+    assert effect > 0.02
+    assert float((sampled - trained()).abs().mean()) < effect / 4
 
 
 def test_placement_by_accelerate_changes_nothing():
