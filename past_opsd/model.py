@@ -405,7 +405,7 @@ class Model(Network):
         """Write an adapter as plain PEFT loads it."""
         tensors = get_peft_model_state_dict(self.peft, adapter_name=adapter)
         save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors")
-        config = copy(self.peft.peft_config[adapter])
+        config = cast(LoraConfig, copy(self.peft.peft_config[adapter]))
         config.inference_mode = True
         config.target_modules = in_order(config.target_modules)
         config.save_pretrained(str(folder))
