@@ -8,7 +8,8 @@
       MANIFEST.json    size and SHA-256 of every other file
 
 A folder is written under a temporary name, flushed to disk and renamed, so a kill leaves the previous one. One that is
-damaged is passed over, and set aside as `damaged-checkpoint-00025` when the run goes on from an older one.
+damaged is passed over, and set aside as `damaged-checkpoint-00025` when the run goes on from an older one. Old ones are
+deleted, but none in which somebody put files of their own.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import random
 import re
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
+from itertools import count
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import torch
@@ -28,14 +31,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from past_opsd.files import sync, writing
+from past_opsd.files import fresh_folder, leftovers, put, sync, sync_all, temporary_name, writing
 from past_opsd.learner import Learner
 from past_opsd.model import TRAINABLE, Model
 from past_opsd.types import Adapter, PastError
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
-_TEMPORARY = ".writing-"
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 FILES = frozenset(
     {*_ADAPTER, *(f"teacher/{name}" for name in _ADAPTER)}
@@ -65,25 +67,19 @@ def steps(run: Path) -> list[int]:
 def save(run: Path, step: int, model: Model, learner: Learner, state: Mapping[str, Any]) -> Path:
     """Write the checkpoint of boundary `step` atomically; weights that are not numbers are refused."""
     final = folder(run, step)
-    temporary = final.with_name(f"{_TEMPORARY}{final.name}")
     for adapter in TRAINABLE:
         _finite(model.parameters(adapter), f"the {adapter}'s adapter at boundary {step}, which is not saved,")
     _sweep(run)
-    with writing(final):
-        try:
-            _write(temporary, step, model, learner, state)
-            if final.exists():
-                shutil.rmtree(final)
-            temporary.rename(final)
-            sync(final.parent)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+    with fresh_folder(final) as temporary:
+        _write(temporary, step, model, learner, state)
+        if put(temporary, final) is not None:
+            shutil.rmtree(temporary)
+        sync(final.parent)
     return final
 
 
 def _write(path: Path, step: int, model: Model, learner: Learner, state: Mapping[str, Any]) -> None:
-    (path / "teacher").mkdir(parents=True)
+    (path / "teacher").mkdir()
     model.save_adapter("student", path)
     model.save_adapter("teacher", path / "teacher")
     for adapter in TRAINABLE:
@@ -94,9 +90,7 @@ def _write(path: Path, step: int, model: Model, learner: Learner, state: Mapping
     files = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
     manifest = {name: {"bytes": (path / name).stat().st_size, "sha256": _hash(path / name)} for name in files}
     (path / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for inner in sorted(path.rglob("*"), reverse=True):
-        sync(inner)
-    sync(path)
+    sync_all(path, sync)
 
 
 def damage(path: Path) -> str | None:
@@ -108,6 +102,8 @@ def damage(path: Path) -> str | None:
             return f"{MANIFEST} does not list {missing[0]}"
         for name, entry in manifest.items():
             file = path / name
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                return f"{MANIFEST} lists {name}, which is elsewhere"
             if not file.is_file():
                 return f"{name} is missing"
             if file.stat().st_size != entry["bytes"] or _hash(file) != entry["sha256"]:
@@ -131,11 +127,12 @@ def newest_whole(run: Path) -> tuple[Path | None, list[str]]:
 
 def set_aside(run: Path, after: int) -> None:
     """Damaged checkpoints after the boundary a run goes on from no longer count as its boundaries."""
-    for step in steps(run):
-        if step > after:
-            path = folder(run, step)
-            shutil.rmtree(path.with_name(f"damaged-{path.name}"), ignore_errors=True)
-            path.rename(path.with_name(f"damaged-{path.name}"))
+    for path in (folder(run, step) for step in steps(run) if step > after):
+        aside, number = path.with_name(f"damaged-{path.name}"), count(2)
+        while os.path.lexists(aside):
+            aside = path.with_name(f"damaged-{path.name}-{next(number)}")
+        with writing(path):
+            path.rename(aside)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -201,15 +198,21 @@ def load_adapter(model: Model, adapter: Adapter, path: Path) -> None:
 def prune(run: Path, keep: int, protected: set[int]) -> None:
     """Delete all but the newest `keep` checkpoints and the protected boundaries; the student stays in the kept ones."""
     for step in steps(run)[:-keep]:
-        if step not in protected:
-            path = folder(run, step)
-            path.rename(path.with_name(f"{_TEMPORARY}{path.name}"))  # a kill must not leave half of one
+        path = folder(run, step)
+        if step not in protected and _only_ours(path):
+            path.rename(temporary_name(path))  # a kill must not leave half of one
     _sweep(run)
+
+
+def _only_ours(path: Path) -> bool:
+    """Whether everything in a checkpoint's folder was written as part of it."""
+    files = (p for p in path.rglob("*") if p.is_symlink() or not p.is_dir())
+    return {p.relative_to(path).as_posix() for p in files} <= FILES | {MANIFEST}
 
 
 def _sweep(run: Path) -> None:
     """Delete what a kill left of checkpoints that were being written or deleted."""
-    for left in (run / "checkpoints").glob(f"{_TEMPORARY}*"):
+    for left in leftovers(run / "checkpoints" / "checkpoint-[0-9]+"):
         shutil.rmtree(left, ignore_errors=True)
 
 
@@ -259,6 +262,11 @@ def _rng_states() -> dict[str, Any]:
     # This process's own GPU: its peers have theirs, and asking after those would claim memory on them.
     cuda = [_encode(torch.cuda.get_rng_state())] if torch.cuda.is_available() else []
     return {"python": [version, list(internal), gauss], "torch": _encode(torch.get_rng_state()), "cuda": cuda}
+
+
+def restore_rng(path: Path) -> None:
+    """Put the global streams back to where the checkpoint found them."""
+    _restore_rng(read_state(path)["rng"])
 
 
 def _restore_rng(state: Mapping[str, Any]) -> None:

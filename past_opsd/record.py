@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from past_opsd.files import sync, whole, writing
+from past_opsd.files import append, own, sweep, sync, whole, writing
 from past_opsd.loop import Cycle
 from past_opsd.types import Attempt, PastError
 
@@ -46,6 +46,9 @@ SCHEMA = pa.schema(
         ("logprobs", pa.list_(pa.float32())),
     ]
 )
+
+
+LINES = ("metrics.jsonl", "timings.jsonl")
 
 
 class Recorder:
@@ -76,8 +79,10 @@ class Recorder:
 
     def rewind(self, next_cycle: int) -> None:
         """Forget everything from `next_cycle` on: a cycle after the last boundary leaves no trace."""
-        for name in ("metrics.jsonl", "timings.jsonl"):
-            if (self._run / name).exists():
+        for name in ("", "rollouts", "continuations", "evaluations", "profile"):
+            sweep(self._run / name)
+        for name in LINES:
+            if os.path.lexists(self._run / name):
                 _cut(self._run / name, next_cycle)
         for kind in ("rollouts", "continuations"):
             for path in (self._run / kind).glob("cycle-*.parquet"):
@@ -89,9 +94,8 @@ class Recorder:
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         path = self._run / name
+        append(path, json.dumps(line) + "\n")
         with writing(path):
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
             sync(path)  # the checkpoint that follows is on the disk, and this must be there before it
 
     def _parquet(self, kind: str, k: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -102,6 +106,8 @@ class Recorder:
 
 def _cut(path: Path, next_cycle: int) -> None:
     """Shorten, not write anew: a kill here must not cost the lines that stay."""
+    with writing(path):
+        own(path)
     end = 0
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         if line and _parse(path, number, line)["cycle"] >= next_cycle:
@@ -113,8 +119,53 @@ def _cut(path: Path, next_cycle: int) -> None:
 
 def _number(path: Path) -> int:
     """The cycle or boundary a file is of; one that a person put there under another name is of none."""
-    found = re.fullmatch(r"(?:cycle|step)-([0-9]+)", path.stem)
-    return int(found[1]) if found else -1
+    found = re.fullmatch(r"(?:cycle|step)-([0-9]{5}|[1-9][0-9]{5,})", path.stem)
+    return int(found[1]) if found and (path.is_file() or path.is_symlink()) else -1
+
+
+def lost(run: Path, cycles: int) -> list[str]:
+    """What of a run's first `cycles` cycles is not in its records any more, a line for each of them."""
+    metrics, timings = (read_lines(run / name) for name in LINES)
+    found = [_gap(name, set(range(cycles)) - _of(lines)) for name, lines in zip(LINES, (metrics, timings), strict=True)]
+    twice = {k for k, times in Counter(line["cycle"] for line in metrics).items() if times > 1}
+    found.append(f"metrics.jsonl has {_cycles(twice)} more than once" if twice else "")
+    drawn = _of([line for line in metrics if line.get("failed/samples")])
+    for kind, wanted in (("rollouts", range(cycles)), ("continuations", drawn & set(range(cycles)))):
+        files = {k: run / kind / f"cycle-{k:05d}.parquet" for k in wanted}
+        found.append(_gap(f"{kind}/", {k for k, file in files.items() if not file.exists()}))
+        cut = {k for k, file in files.items() if file.exists() and not _is_parquet(file)}
+        found.append(f"{kind}/: {_cycles(cut)} cannot be read" if cut else "")
+    return [line for line in found if line]
+
+
+def _of(lines: Sequence[Mapping[str, Any]]) -> set[int]:
+    return {line["cycle"] for line in lines}
+
+
+def _gap(name: str, cycles: set[int]) -> str:
+    return f"{name} lacks {_cycles(cycles)}" if cycles else ""
+
+
+def _cycles(numbers: set[int]) -> str:
+    """{0, 1, 2, 5} as 'cycles 0-2, 5'."""
+    runs: list[list[int]] = []
+    for k in sorted(numbers):
+        if runs and runs[-1][-1] == k - 1:
+            runs[-1].append(k)
+        else:
+            runs.append([k])
+    shown = ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
+    return f"cycle{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+def _is_parquet(file: Path) -> bool:
+    """Whether both ends are those of a Parquet file, which is what a cut costs."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as source:
+        head = source.read(4)
+        source.seek(-min(4, file.stat().st_size), os.SEEK_END)
+        return head == source.read(4) == b"PAR1" and file.stat().st_size > 8
 
 
 def peak_memory() -> float:

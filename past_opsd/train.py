@@ -23,13 +23,15 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from past_opsd import __version__, checkpoint, config, evaluate, templates
+from past_opsd import __version__, checkpoint, config, evaluate, ledger, templates
 from past_opsd.config import Recipe
 from past_opsd.distributed import World
-from past_opsd.files import WriteError, write_text, writing
+from past_opsd.files import WriteError, write_text
 from past_opsd.health import alarms, entropy_health, health
 from past_opsd.lab import Lab
 from past_opsd.learner import Learner
+from past_opsd.ledger import Ledger
+from past_opsd.lock import held
 from past_opsd.loop import Cycle, Loop
 from past_opsd.model import Model
 from past_opsd.profiling import Clock, Profile
@@ -75,6 +77,7 @@ class Session:
     task: Task
     notes: tuple[str, ...] = ()
     """What a person should know before the run."""
+    ledger: Ledger = field(default_factory=Ledger)
 
     def close(self) -> None:
         """Stop the verifier's workers and what the engine started."""
@@ -190,12 +193,12 @@ def train(
     """
     world = world or World()
     display = display if world.first else Silent()
-    existing = world.share(lambda: checkpoint.steps(folder))
-    if existing and not resume:
-        raise PastError(f"{folder} already holds a run; continue it with --resume, or choose another --out")
-    if resume and not existing:
-        display.note(f"{folder} holds no checkpoint yet; starting from the beginning")
-    with session(recipe, verifier, world) as parts, _interruptible() as asked, _continuable(folder):
+    with (
+        _continuable(folder),
+        _opened(recipe, folder, resume, world, display) as existing,
+        session(recipe, verifier, world) as parts,
+        _interruptible() as asked,
+    ):
         _enough(recipe, len(parts.loop.problems))
         for note in parts.notes:
             display.note(note)
@@ -204,16 +207,14 @@ def train(
         def stopping() -> bool:
             return world.any(asked() or stop())
 
-        if world.first:
-            with writing(folder):
-                folder.mkdir(parents=True, exist_ok=True)  # not before everything the recipe names was found
         start = _restore(parts, folder, display) if existing else _begin(parts, folder)
         clock = Clock(display.phase)
         parts.loop.lab.span = clock.span
         recorder = Recorder(folder) if world.first else None
         if recorder is not None:
             recorder.rewind(start)
-        totals = _totals(folder)
+        if existing:
+            _account(parts, folder, start, display)
         profiler = Profile(folder) if profile and world.first else None
         for k in range(start, recipe.run.cycles):
             if stopping():
@@ -223,12 +224,24 @@ def train(
                 cycle = parts.loop.cycle(k, clock.phase)
             clock.stop()
             if recorder is not None:
-                _record(recorder, k, cycle, totals, clock, display)
+                _record(recorder, k, cycle, parts.ledger.costs, clock, display)
             _boundary(parts, folder, k + 1, display, clock, last=stopping())
             if profiler:
                 profiler.write(clock)
         completed = world.share(lambda: checkpoint.steps(folder)[-1])
     return outcome(recipe, folder, completed) if world.first else Outcome(folder, completed, recipe.run.cycles)
+
+
+@contextmanager
+def _opened(recipe: Recipe, folder: Path, resume: bool, world: World, display: Display) -> Iterator[list[int]]:
+    """The boundaries that the folder holds, which until the end no other process writes."""
+    with held(folder, display.note) if world.first else nullcontext():
+        existing = world.share(lambda: ledger.existing(folder, recipe))
+        if existing and not resume:
+            raise PastError(f"{folder} already holds a run; continue it with --resume, or choose another --out")
+        if resume and not existing:
+            display.note(f"{folder} holds no checkpoint yet; starting from the beginning")
+        yield existing
 
 
 def _same_setup(parts: Session) -> None:
@@ -270,7 +283,7 @@ def outcome(recipe: Recipe, folder: Path, completed: int) -> Outcome:
         for text in alarms(line):
             warned[text.split(" (")[0]] = warned.get(text.split(" (")[0], 0) + 1
     warnings = [f"{text} in {n} of {completed} cycles" for text, n in warned.items()]
-    warnings += health(evaluations, recipe.evaluation.pass_k) + entropy_health(lines)
+    warnings += health(evaluations, recipe.evaluation.pass_k) + entropy_health(lines) + ledger.warnings(folder)
     return Outcome(folder, completed, recipe.run.cycles, evaluations, warnings)
 
 
@@ -314,6 +327,16 @@ def _restore(parts: Session, folder: Path, display: Display) -> int:
     return state["next_cycle"]
 
 
+def _account(parts: Session, folder: Path, step: int, display: Display) -> None:
+    """Take up what was counted before; an evaluation of this very boundary that was lost is made again."""
+    steps = evaluation_steps(parts.recipe)
+    parts.ledger = parts.world.share(lambda: ledger.take_up(folder, step, parts.recipe, steps, display.note))
+    file = folder / "evaluations" / f"step-{step:05d}.json"
+    if step in parts.ledger.evaluated and parts.world.share(lambda: not file.is_file()):
+        _evaluate(parts, folder, step, display)
+        checkpoint.restore_rng(checkpoint.folder(folder, step))
+
+
 def differences(saved: Any, current: Any, path: str = "") -> list[str]:
     """Leaves that differ, as 'key: saved -> current'."""
     if isinstance(saved, dict) and isinstance(current, dict):
@@ -342,6 +365,7 @@ def _evaluate(parts: Session, folder: Path, step: int, display: Display | None) 
     if step not in evaluation_steps(parts.recipe):
         return
     evaluation = parts.evaluate(step)
+    parts.ledger.evaluated = sorted({*parts.ledger.evaluated, step})
     if parts.world.first:
         evaluation.save(folder / "evaluations" / f"step-{step:05d}.json")
     if display is not None:
@@ -363,6 +387,7 @@ def _save(parts: Session, folder: Path, step: int) -> None:
         "rollout_seed": parts.recipe.run.seed,
         "package": __version__,
         "identity": parts.identity,
+        "records": parts.ledger.dump(),
     }
     checkpoint.save(folder, step, parts.model, parts.learner, state)
 
@@ -378,11 +403,6 @@ def _costs(cycle: Cycle) -> dict[str, int]:
         "cost/teacher_tokens": sum(len(r.tokens) for r in teacher),
         "cost/verifier_calls": len(student) + len(teacher),
     }
-
-
-def _totals(folder: Path) -> dict[str, int]:
-    lines = read_lines(folder / "metrics.jsonl")
-    return {k: v for k, v in lines[-1].items() if k.startswith("cost/")} if lines else {}
 
 
 @contextmanager

@@ -104,9 +104,9 @@ class Points:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def about(self, path: Any) -> str | None:
-        """The path inside the run's folder, or None for one elsewhere."""
+        """The path inside the run's folder, or None for one elsewhere; what is random in a name is left out."""
         try:
-            return str(Path(os.fsdecode(path)).relative_to(self.folder))
+            return _plain(Path(os.fsdecode(path)).relative_to(self.folder))
         except (TypeError, ValueError):
             return None
 
@@ -122,8 +122,8 @@ class Points:
 
     def _around(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(path: Any, *args: Any, **kwargs: Any) -> Any:
-            about = str(path) if kwargs.get("dir_fd") is not None else self.about(path)
-            if about is None or (name == "open" and not self._syncing(args)):
+            about = _plain(path) if kwargs.get("dir_fd") is not None else self.about(path)
+            if about is None or (name == "open" and not self._matters(args)):
                 return real(path, *args, **kwargs)
             self.reach(f"before {name} {about}")
             result = real(path, *args, **kwargs)
@@ -132,9 +132,9 @@ class Points:
 
         return wrapped
 
-    def _syncing(self, args: tuple[Any, ...]) -> bool:
-        """A file opened by number to be flushed to disk; directories are opened so by rmtree as well."""
-        return args == (os.O_RDONLY,)
+    def _matters(self, args: tuple[Any, ...]) -> bool:
+        """A file opened by number to be made, or flushed to disk; directories are opened so by rmtree as well."""
+        return args == (os.O_RDONLY,) or bool(args[0] & os.O_CREAT)
 
     def _torn(self, kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
         """A writer outside Python: what it wrote is cut in half for the moment in the middle."""
@@ -153,17 +153,21 @@ class Points:
         if about is None or not set("wa") & set(mode):
             return real(file, mode, *args, **kwargs)
         self.reach(f"before opening {about}")
-        raw = _Torn(str(file), mode.replace("b", "").replace("t", ""), points=self, about=about)
+        raw = _Torn(str(file), mode.replace("b", "").replace("t", ""), kwargs.get("opener"), points=self, about=about)
         self.reach(f"after opening {about}")
         buffered = io.BufferedWriter(raw)
         return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding=kwargs.get("encoding") or "utf-8")
 
 
+def _plain(path: Any) -> str:
+    return re.sub(r"(?<=[.-])[0-9a-f]{16}(?=\.part|-|/|$)", "#", str(path))
+
+
 class _Torn(io.FileIO):
     """A file whose writes can stop half-way."""
 
-    def __init__(self, name: str, mode: str, *, points: Points, about: str):
-        super().__init__(name, mode)
+    def __init__(self, name: str, mode: str, opener: Any, *, points: Points, about: str):
+        super().__init__(name, mode, opener=opener)
         self._points, self._about = points, about
 
     def write(self, data: Any, /) -> int:
