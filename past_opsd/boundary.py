@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from past_opsd import checkpoint, config
-from past_opsd.files import write_text
+from past_opsd.files import enclosed, write_text
 from past_opsd.lab import Work
 from past_opsd.model import Model
 from past_opsd.train import Session, differences, session
@@ -94,6 +94,7 @@ def recipe_of(run: Path) -> config.Recipe:
     file = run / "recipe.toml"
     if not file.is_file():
         raise PastError(f"{run}: not a run folder (it holds no recipe.toml); give the --out folder of 'past train'")
+    enclosed(run)
     return config.load(str(file), imports=False)
 
 
@@ -185,6 +186,7 @@ def responses(at: Boundary, problems: Sequence[Problem], samples: int, role: str
 
 def save(run: Path, name: str, result: Mapping[str, Any]) -> Path:
     """Write RUN/probes/NAME.json."""
+    enclosed(run)
     file = run / "probes" / f"{name}.json"
     write_text(file, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     return file

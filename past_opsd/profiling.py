@@ -8,6 +8,8 @@ profile/operations-00001.json.gz    every operation of one cycle, by torch's pro
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from past_opsd.files import write_text
+from past_opsd.files import whole, write_text
 
 PROFILED_CYCLE = 1  # the first one pays for warm-up
 
@@ -90,8 +92,10 @@ class Profile:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
         with profile(activities=activities) as tracer:
             yield
-        self._folder.mkdir(parents=True, exist_ok=True)
-        tracer.export_chrome_trace(str(self._folder / f"operations-{cycle:05d}.json.gz"))
+        file = self._folder / f"operations-{cycle:05d}.json.gz"
+        with tempfile.TemporaryDirectory(prefix="past-profile-") as scratch, whole(file) as part:
+            tracer.export_chrome_trace(f"{scratch}/{file.name}")  # it compresses by the name's ending
+            shutil.copyfile(f"{scratch}/{file.name}", part)
 
     def write(self, clock: Clock) -> None:
         """The breakdown and the time line of this process's part of the run."""

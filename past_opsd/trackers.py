@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from past_opsd import config
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
+from past_opsd.files import write_text
 from past_opsd.record import read_lines
 from past_opsd.train import Display
 from past_opsd.types import PastError, derive_seed
@@ -307,9 +308,7 @@ def _identify(name: str, folder: Path, recipe: Recipe, boundary: int) -> Start:
         known = _State(f"{made:016x}", digest, [])
     fresh = name not in known.trackers
     if fresh:
-        part = folder / f".{STATE}"
-        part.write_text(json.dumps(asdict(replace(known, trackers=[*known.trackers, name]))) + "\n", encoding="utf-8")
-        part.replace(folder / STATE)
+        write_text(folder / STATE, json.dumps(asdict(replace(known, trackers=[*known.trackers, name]))) + "\n")
     return Start(known.id, boundary, fresh, folder, recipe)
 
 

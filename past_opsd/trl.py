@@ -23,6 +23,7 @@ from past_opsd import config
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
 from past_opsd.export import export
+from past_opsd.files import enclosed, write_text
 from past_opsd.train import Outcome, train
 from past_opsd.types import Closing, PastError, Problem, Response, Verdict
 from past_opsd.verifiers import Reason
@@ -338,14 +339,14 @@ def _engine(args: PASTConfig) -> dict[str, Any]:
 
 def _write_data(folder: Path, train_rows: Iterable[Mapping[str, Any]], eval_rows: Any) -> dict[str, str]:
     """The datasets as JSON lines beside the run, so that a resume and every other command find them."""
-    folder.mkdir(parents=True, exist_ok=True)
+    enclosed(folder.parent)
     files: dict[str, str] = {}
     for name, rows in (("train", train_rows), (EVALUATION, eval_rows)):
         if rows is None:
             continue
         path = folder / f"{name}.jsonl"
         text = "".join(json.dumps(dict(row), ensure_ascii=False, default=str) + "\n" for row in rows)
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
         files[name] = str(path)
     return files
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from past_opsd import arguments
-from past_opsd.files import write_text
+from past_opsd.files import enclosed, write_text
 from past_opsd.report import data, figures, page, trajectories
 from past_opsd.report.data import Run
 from past_opsd.types import PastError
@@ -37,7 +37,6 @@ def _render(runs: Sequence[Run], count: int, folder: Path | None, trust: bool) -
     found = figures.figures(list(runs))
     files: Mapping[str, list[str]] = {}
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
         files = {f.name: [f"{folder.name}/{path.name}" for path in figures.save(f, folder)] for f in found}
     browser = trajectories.collect(methods, count, trust)
     return page.page(page.Content(list(runs), methods, found, browser, files))
@@ -56,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     if out.is_dir():
         raise PastError(f"--out {out} is a folder; give the name of a file, e.g. {out / 'index.html'}")
     began = time.monotonic()
+    for folder in args.runs:
+        enclosed(folder)
     runs = data.find(args.runs)
     write(runs, out, trajectories=args.trajectories, figures=args.figures, trust=args.trust)
     size = out.stat().st_size / 1e6

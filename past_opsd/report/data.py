@@ -15,6 +15,7 @@ from typing import Any
 from past_opsd import checkpoint, config, profiling, suite, train
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
+from past_opsd.files import enclosed
 from past_opsd.record import read_lines
 from past_opsd.types import PastError
 
@@ -107,6 +108,7 @@ def _below(path: Path, depth: int) -> list[Path]:
 
 def load(folder: Path) -> Run:
     """One run; it may be in training still."""
+    enclosed(folder)
     recipe = config.load(folder / "recipe.toml", imports=False)  # the folder may be somebody else's
     metrics = read_lines(folder / "metrics.jsonl")
     last = metrics[-1]["cycle"] + 1 if metrics else 0

@@ -18,6 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from past_opsd.files import whole
 from past_opsd.report import style
 from past_opsd.types import PastError
 
@@ -145,14 +146,15 @@ def _root(text: str, title: str) -> str:
 
 def save(figure: Figure, folder: Path) -> list[Path]:
     """The whole figure as `NAME.svg` and `NAME.pdf`: panels side by side, plain colours on white."""
-    folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{figure.name}.svg", folder / f"{figure.name}.pdf"]
     with _matplotlib(figure.name):
         canvas = _sheet(figure.panels)
         canvas.draw_without_rendering()
         canvas.set_layout_engine("none")  # arranged once for both files
-        canvas.savefig(paths[0], format="svg", metadata=_NO_DATE)
-        canvas.savefig(paths[1], format="pdf", metadata={"CreationDate": None, "Creator": None, "Producer": None})
+        with whole(paths[0]) as part:
+            canvas.savefig(part, format="svg", metadata=_NO_DATE)
+        with whole(paths[1]) as part:
+            canvas.savefig(part, format="pdf", metadata={"CreationDate": None, "Creator": None, "Producer": None})
     return paths
 
 
