@@ -30,8 +30,8 @@ MARK = ".past-demo"
 # What a demo writes; files of any other name are somebody's own.
 _RUN = (
     r"recipe\.toml|(metrics|timings)\.jsonl|(rollouts|continuations)/cycle-\d+\.parquet|evaluations/step-\d+\.json|"
-    r"probes/(step|shift)-\d+\.json|(.*/)?\.[^/]+\.[0-9a-f]{16}\.part|\.lock|checkpoints/[^/]*checkpoint-\d+[^/]*/(teacher/)?"
-    r"(adapter_config\.json|state\.json|MANIFEST\.json|[a-z_-]+\.safetensors)"
+    r"probes/(step|shift)-\d+\.json|(.*/)?\.[^/]+\.[0-9a-f]{16}\.part|\.lock|checkpoints/[^/]*checkpoint-\d+[^/]*/"
+    r"(teacher/)?(adapter_config\.json|state\.json|MANIFEST\.json|[a-z_-]+\.safetensors)"
 )
 _OURS = re.compile(rf"table\.json|report/(index\.html|figures/[^/]+\.(svg|pdf))|embedded-(opsd|past)-\d+/({_RUN})")
 

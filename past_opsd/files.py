@@ -162,7 +162,7 @@ def sweep(folder: Path) -> None:
 
 
 def _entries(folder: Path) -> list[Path]:
-    with suppress(FileNotFoundError, NotADirectoryError):
+    with suppress(OSError):  # none, or a file, or not for us to see
         return [Path(entry.path) for entry in os.scandir(folder)]
     return []
 

