@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from past_opsd import checkpoint
 from past_opsd.cli import main
-from past_opsd.export import export, push
+from past_opsd.export import MARK, export, push
 from past_opsd.train import session, train
 from past_opsd.types import PastError, View
 
@@ -95,8 +95,6 @@ def test_an_older_checkpoint_can_be_chosen_and_unknown_ones_are_listed(run: Path
 
 
 def test_a_damaged_checkpoint_is_refused(run: Path, tmp_path: Path):
-    import shutil
-
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     file = checkpoint.folder(copy, 3) / "adapter_model.safetensors"
@@ -157,6 +155,106 @@ def test_nothing_else_is_overwritten(run: Path, tmp_path: Path):
     with pytest.raises(PastError, match="holds something else"):
         export(run, tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_folder_with_a_readme_is_no_export(run: Path, tmp_path: Path):
+    (tmp_path / "src" / ".git").mkdir(parents=True)
+    for name in ("README.md", "thesis.tex", ".git/HEAD"):
+        (tmp_path / "src" / name).write_text("mine")
+    before = tree(tmp_path)
+    with pytest.raises(PastError, match="src holds something else than what this command writes; choose another --out"):
+        export(run, tmp_path / "src")
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "where", [".", "..", "../..", "checkpoints", "checkpoints/checkpoint-00009", "report/x", "link"]
+)
+def test_the_run_itself_is_never_replaced(run: Path, tmp_path: Path, where: str):
+    copy = tmp_path / "runs" / "run"
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("[e-m]*", "step-*", "card"))
+    (tmp_path / "runs" / "link").symlink_to(copy)
+    before = tree(tmp_path)
+    with pytest.raises(PastError, match=r"--out .* is (the run's own folder or holds it|among the run's own records)"):
+        export(copy, copy.parent / "link" if where == "link" else copy / where)
+    assert tree(tmp_path) == before
+
+
+def test_files_of_ones_own_in_an_earlier_export_stay(run: Path, tmp_path: Path):
+    out = export(run, tmp_path / "out", step=0)
+    old = tree(out)
+    (out / ".git").mkdir()
+    mine = {".git/HEAD": b"ref", "notes.txt": b"mine"}
+    for name, content in mine.items():
+        (out / name).write_bytes(content)
+    (out / "data").symlink_to(tmp_path)
+    export(run, out, step=3)
+    new = tree(out)
+    assert {name: new.pop(name) for name in mine} == mine
+    assert set(new) == set(old)
+    assert new["adapter_model.safetensors"] != old["adapter_model.safetensors"]
+    assert os.readlink(out / "data") == str(tmp_path)
+    assert os.listdir(tmp_path) == ["out"], "nothing is left beside it"
+
+
+@pytest.mark.parametrize("change", ["edited", "added", "link"])
+def test_a_file_of_ones_own_under_an_exports_name_is_refused(run: Path, tmp_path: Path, change: str):
+    out = export(run, tmp_path / "out")
+    if change == "added":
+        plain = json.loads((out / MARK).read_text())
+        del plain["files"]["README.md"]
+        (out / MARK).write_text(json.dumps(plain))
+    elif change == "edited":
+        (out / "README.md").write_text("my own card")
+    else:
+        (tmp_path / "card").write_bytes((out / "README.md").read_bytes())
+        (out / "README.md").unlink()
+        (out / "README.md").symlink_to(tmp_path / "card")
+    before = tree(tmp_path)
+    with pytest.raises(PastError, match=r"README\.md is (not what was written there|in the way); move it away, or "):
+        export(run, out)
+    assert tree(tmp_path) == before
+
+
+def test_a_mark_is_no_weapon(run: Path, tmp_path: Path):
+    """Whatever a stranger's mark lists, nothing outside its folder goes, and inside nothing that it does not know."""
+    (tmp_path / "precious.txt").write_text("mine")
+    digest = hashlib.sha256(b"mine").hexdigest()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "inside.txt").write_text("mine")
+    (out / "link").symlink_to(tmp_path)
+    (out / "file-link").symlink_to(tmp_path / "precious.txt")
+    before = tree(tmp_path)
+    weapons = [
+        "../precious.txt",
+        str(tmp_path / "precious.txt"),
+        "link/precious.txt",
+        "file-link",
+        "a/../../precious.txt",
+    ]
+    for name in [*weapons, ".", "", "link", "./inside.txt", MARK]:
+        for said in (digest, ""):
+            (out / MARK).write_text(json.dumps({"files": {name: said}}))
+            with pytest.raises(PastError, match="holds something else|is not what was written there"):
+                export(run, out)
+    for text in (
+        "[]",
+        "{",
+        '{"files": []}',
+        '{"files": {"inside.txt": 1}}',
+        '{"files": {"inside.txt": ""}}',
+        "[" * 10**5,
+    ):
+        (out / MARK).write_text(text)
+        with pytest.raises(PastError, match="holds something else"):
+            export(run, out)
+    (out / MARK).unlink()
+    assert tree(tmp_path) == before
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -149,6 +149,63 @@ def test_leftovers_are_of_our_names_and_no_links(folder: Path, precious: Path):
     assert [p.name for p in leftovers(folder / "export")] == [f".writing-export-{token}"]
 
 
+KILLS = """
+import os, shutil, sys
+from pathlib import Path
+from past_opsd import marked
+
+root = Path(sys.argv[1])
+out, real = root / "out", {name: os.__dict__[name] for name in ("rename", "replace", "unlink", "rmdir", "mkdir")}
+
+def write(text):
+    with marked.replacing(out, ".mark") as folder:
+        for name in ("a", "b"):
+            (folder / name).write_text(text)
+
+def around(call, left):
+    def wrapped(*args, **kwargs):
+        result = call(*args, **kwargs)
+        left[0] -= 1
+        if left[0] == 0:
+            os._exit(9)
+        return result
+    return wrapped
+
+kills = 0
+while True:
+    shutil.rmtree(out, ignore_errors=True)
+    write("old")
+    (out / "mine").mkdir()
+    (out / "mine" / "notes").write_text("mine")
+    if os.fork() == 0:
+        left = [kills + 1]
+        for name, call in real.items():
+            setattr(os, name, around(call, left))
+        marked.put = around(marked.put, left)
+        write("new")
+        os._exit(0)
+    killed = os.waitstatus_to_exitcode(os.wait()[1]) == 9
+    assert {(out / name).read_text() for name in ("a", "b")} in ({"old"}, {"new"}), kills
+    assert [p.read_text() for p in root.rglob("notes")] == ["mine"], kills
+    write("newer")
+    assert [(out / name).read_text() for name in ("a", "b", "mine/notes")] == ["newer", "newer", "mine"], kills
+    assert sorted(os.listdir(root)) == ["out"] and sorted(os.listdir(out)) == [".mark", "a", "b", "mine"], kills
+    if not killed:
+        break
+    kills += 1
+print(kills)
+"""
+
+
+@posix
+def test_a_kill_while_a_folder_is_replaced_leaves_the_old_one_or_the_new_one(tmp_path: Path):
+    (tmp_path / "root").mkdir()
+    command = [sys.executable, "-c", KILLS, str(tmp_path / "root")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 8
+
+
 # Links in a run
 
 
