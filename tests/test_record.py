@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from past_opsd.record import Recorder, read_lines
+from past_opsd.record import Recorder, lost, read_lines
 from past_opsd.train import Session
 
 
@@ -66,6 +66,41 @@ def test_rewind_takes_back_later_cycles(recorded):
     assert [line["cycle"] for line in read_lines(folder / "metrics.jsonl")] == [0]
     assert sorted(p.name for p in (folder / "rollouts").iterdir()) == ["cycle-00000.parquet"]
     assert sorted(p.name for p in (folder / "evaluations").iterdir()) == ["step-00000.json", "step-00001.json"]
+
+
+def test_rewind_takes_back_no_file_of_another_name(recorded):
+    recorder, _, folder = recorded
+    names = ["cycle-00001-copy.parquet", "cycle-1.parquet", "cycle-9.parquet", "cycle-000001.parquet"]
+    for name in names:
+        (folder / "rollouts" / name).write_text("mine")
+    (folder / "rollouts" / "cycle-00009.parquet").mkdir()
+    recorder.rewind(0)
+    assert sorted(p.name for p in (folder / "rollouts").iterdir()) == sorted([*names, "cycle-00009.parquet"])
+
+
+def test_what_is_lost_is_named(recorded):
+    recorder, cycles, folder = recorded
+    for k in range(2, 6):
+        recorder.cycle(k, cycles[1], {}, {})
+    assert lost(folder, 6) == []
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join([lines[0], lines[4], lines[5], lines[5]]))
+    (folder / "timings.jsonl").unlink()
+    (folder / "rollouts" / "cycle-00003.parquet").unlink()
+    file = folder / "rollouts" / "cycle-00001.parquet"
+    file.write_bytes(file.read_bytes()[:-1])
+    (folder / "rollouts" / "cycle-00002.parquet").write_bytes(b"")
+    (folder / "continuations" / "cycle-00004.parquet").write_bytes(b"PAR1")
+    (folder / "continuations" / "cycle-00005.parquet").unlink()
+    assert lost(folder, 6) == [
+        "metrics.jsonl lacks cycles 1-3",
+        "timings.jsonl lacks cycles 0-5",
+        "metrics.jsonl has cycle 5 more than once",
+        "rollouts/ lacks cycle 3",
+        "rollouts/: cycles 1-2 cannot be read",
+        "continuations/ lacks cycle 5",
+        "continuations/: cycle 4 cannot be read",
+    ]
 
 
 def test_a_line_cut_by_a_kill_is_left_out(tmp_path: Path):

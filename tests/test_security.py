@@ -22,6 +22,7 @@ from past_opsd.config import ModelSection, Recipe
 from past_opsd.model import Model, load_tokenizer
 from past_opsd.pretrained import hardware, load_network, read_config
 from past_opsd.prompts import Prompts
+from past_opsd.report import figures
 from past_opsd.report.data import find
 from past_opsd.tasks import dataset, embedded
 from past_opsd.train import assemble, train
@@ -287,6 +288,93 @@ def test_a_verifier_of_somebody_else_is_told(foreign: Path, recipe: Recipe, smal
     other = small_recipe("embedded/past", *TINY, "verifier.name='function'", "verifier.path='os:remove'")
     assert boundary.code(other) == ["verifier.path = 'os:remove'"]
     assert boundary.code(recipe) == []
+
+
+# Links in other people's runs
+
+
+@pytest.fixture
+def trapped(finished: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of a run to set traps in; they lead to files of the reader, which must stay as they are."""
+    mine = tmp_path / "mine"
+    (mine / "folder").mkdir(parents=True)
+    (mine / "file").write_text("secret")
+    yield Path(shutil.copytree(finished, tmp_path / "run"))
+    assert sorted(p.name for p in mine.rglob("*")) == ["file", "folder"]
+    assert (mine / "file").read_text() == "secret"
+
+
+def trap(run: Path, name: str) -> None:
+    """A link under this name, to a folder of the reader where a folder is expected and to a file where not."""
+    place = run / name
+    if place.is_dir():
+        shutil.rmtree(place)
+    place.unlink(missing_ok=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(run.parent / "mine" / ("file" if "." in place.name.lstrip(".") else "folder"))
+
+
+@pytest.mark.parametrize("name", ["report/.index.html.part", "report/index.html", "probes/.step-00001.json.part"])
+def test_a_link_with_the_name_that_a_page_once_was_written_to_is_not_followed(
+    trapped: Path, name: str, capsys: pytest.CaptureFixture[str]
+):
+    """Refused, since it leads out of the run; through a link that stays inside, the page is written."""
+    trap(trapped, name)
+    assert cli.main(["report", str(trapped), "--trajectories", "0"]) == 2
+    assert "is a link that leads out of the run" in capsys.readouterr().err
+    (trapped / name).unlink()
+    (trapped / name).symlink_to(trapped / "recipe.toml")
+    recipe = (trapped / "recipe.toml").read_bytes()
+    assert cli.main(["report", str(trapped), "--trajectories", "0", "--figures"]) == 0
+    assert (trapped / "report" / "index.html").read_text().startswith("<!doctype html>")
+    assert (trapped / "recipe.toml").read_bytes() == recipe
+
+
+READ = ("metrics.jsonl", "timings.jsonl", "recipe.toml", "evaluations", "checkpoints", "rollouts", "probes")
+WRITTEN = ("report", "report/figures", "export", "profile", "checkpoints/.writing-checkpoint-00002", "data", "wandb")
+
+
+@pytest.mark.parametrize("name", [*READ, *WRITTEN, "checkpoints/checkpoint-00001/state.json"])
+@pytest.mark.parametrize("command", ["report", "export", "probe", "train"])
+def test_nothing_is_read_or_written_through_a_link_out_of_a_run(
+    trapped: Path, recipe: Recipe, quiet: Quiet, name: str, command: str, capsys: pytest.CaptureFixture[str]
+):
+    trap(trapped, name)
+    if command == "train":
+        with pytest.raises(PastError, match="is a link that leads out of the run"):
+            train(recipe, trapped, True, quiet)
+        return
+    assert cli.main([command, str(trapped)]) == 2
+    assert "is a link that leads out of the run" in (said := capsys.readouterr().err)
+    assert "secret" not in said
+
+
+def test_a_run_that_is_a_link_itself_is_a_run(finished: Path, tmp_path: Path, recipe: Recipe, quiet: Quiet):
+    (tmp_path / "disk").mkdir()
+    shutil.copytree(finished, tmp_path / "disk" / "run")
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    (tmp_path / "one").symlink_to(tmp_path / "disk" / "run")
+    for run in (tmp_path / "runs" / "run", tmp_path / "one"):
+        assert train(recipe, run, True, quiet).finished
+        assert cli.main(["report", str(run), "--trajectories", "0"]) == 0
+        assert export.export(run, run / "export").is_dir()
+
+
+def test_a_manifest_leads_nowhere_else(trapped: Path):
+    path = checkpoint.folder(trapped, 1)
+    for name in ("../../recipe.toml", str(trapped.parent / "mine" / "file"), "teacher/../../../recipe.toml"):
+        file = path / checkpoint.MANIFEST
+        plain = json.loads(file.read_text())
+        file.write_text(json.dumps(plain | {name: {"bytes": 6, "sha256": "0" * 64}}))
+        assert checkpoint.damage(path) == f"MANIFEST.json lists {name}, which is elsewhere"
+        file.write_text(json.dumps(plain))
+
+
+def test_figures_are_not_drawn_through_a_link(trapped: Path, tmp_path: Path):
+    (found,) = [figure for figure in figures.figures(find([trapped])) if figure.name == "cost"]
+    for name in ("cost.svg", "cost.pdf"):
+        (tmp_path / name).symlink_to(tmp_path / "mine" / "file")
+    assert all(not path.is_symlink() for path in figures.save(found, tmp_path))
 
 
 # Servers

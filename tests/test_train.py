@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import SMALL, Quiet
 
-from past_opsd import checkpoint
+from past_opsd import checkpoint, config
 from past_opsd.train import differences, train
 from past_opsd.types import PastError
 
@@ -197,6 +198,168 @@ def test_an_existing_run_is_not_overwritten(unbroken: Path, small_recipe, quiet:
     with pytest.raises(PastError, match="already holds a run"):
         train(small_recipe("embedded/past", *KILLED), unbroken, False, quiet)
     assert fingerprint(unbroken) == before
+
+
+# One writer, and records that were lost
+
+
+class Training(Quiet):
+    """Tries to train in the same folder from within a cycle."""
+
+    def __init__(self, act) -> None:
+        super().__init__()
+        self._act = act
+        self.told: list[str] = []
+
+    def phase(self, cycle: int, name: str) -> None:
+        if (cycle, name) == (0, "adapt"):
+            for resume in (False, True):
+                with pytest.raises(PastError) as caught:
+                    self._act(resume)
+                self.told.append(str(caught.value))
+
+
+def test_a_second_trainer_of_a_folder_is_refused(tmp_path: Path, unbroken: Path, small_recipe):
+    recipe, folder = small_recipe("embedded/past", *KILLED), tmp_path / "run"
+    display = Training(lambda resume: train(recipe, folder, resume, Quiet()))
+    assert train(recipe, folder, False, display).finished
+    assert len(display.told) == 2
+    for text in display.told:
+        assert f"{folder} is being written by another process (" in text
+        assert f"pid {os.getpid()} on " in text
+    assert fingerprint(folder) == fingerprint(unbroken)
+    assert not (folder / ".lock").exists()
+
+
+def test_a_run_is_looked_at_while_it_trains(tmp_path: Path, small_recipe):
+    from past_opsd import boundary, report
+    from past_opsd.report.data import find
+
+    class Looking(Quiet):
+        def phase(self, cycle: int, name: str) -> None:
+            if (cycle, name) == (1, "adapt"):
+                report.write(find([folder]), folder / "report" / "index.html", trajectories=0, figures=False)
+                step, _ = boundary.choose(folder, None)
+                boundary.save(folder, f"step-{step:05d}", {"step": step})
+
+    folder = tmp_path / "run"
+    assert train(small_recipe("embedded/past", "run.cycles=2", "evaluation.at=[]"), folder, False, Looking()).finished
+    assert (folder / "report" / "index.html").is_file()
+    assert (folder / "probes" / "step-00000.json").is_file()
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path, small_recipe, quiet: Quiet):
+    with pytest.raises(PastError, match="problems_per_cycle"):
+        train(small_recipe("embedded/past", "rollout.problems_per_cycle=99"), tmp_path / "a" / "b", False, quiet)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_records_without_checkpoints_are_not_deleted(half: Path, small_recipe, quiet: Quiet, resume: bool):
+    shutil.rmtree(half / "checkpoints")
+    before = {p: p.read_bytes() for p in half.rglob("*") if p.is_file()}
+    with pytest.raises(PastError, match=r"holds records of a run \(metrics\.jsonl\) but no checkpoint"):
+        train(small_recipe("embedded/past", *KILLED), half, resume, quiet)
+    assert {p: p.read_bytes() for p in half.rglob("*") if p.is_file()} == before
+
+
+def test_a_recipe_that_a_person_wrote_is_not_replaced(tmp_path: Path, small_recipe, quiet: Quiet):
+    file = tmp_path / "recipe.toml"
+    for text in ('inherits = "embedded/past"  # mine\n', "not a recipe"):
+        file.write_text(text)
+        with pytest.raises(PastError, match=r"recipe\.toml was not written by a run"):
+            train(small_recipe("embedded/past", *KILLED), tmp_path, False, quiet)
+        assert file.read_text() == text
+    file.write_text(config.to_toml(small_recipe("embedded/opsd")))  # of a start that was killed early
+    recipe = small_recipe("embedded/past", "run.cycles=1", "evaluation.at=[]")
+    assert train(recipe, tmp_path, False, quiet).finished
+    assert file.read_text() == config.to_toml(recipe)
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def without_a_line(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[1:]))
+
+
+GONE = {
+    "metrics.jsonl": (remove, "lost: metrics.jsonl lacks cycles 0-1"),
+    "timings.jsonl": (remove, "lost: timings.jsonl lacks cycles 0-1"),
+    "rollouts": (remove, "lost: rollouts/ lacks cycles 0-1"),
+    "evaluations": (remove, "lost: evaluations/ lacks step 0"),
+    "recipe.toml": (remove, "recipe.toml was missing and is written anew"),
+}
+DAMAGED = {
+    "metrics.jsonl": (without_a_line, "lost: metrics.jsonl lacks cycle 0"),
+    "rollouts/cycle-00001.parquet": (cut, "lost: rollouts/: cycle 1 cannot be read"),
+    "continuations": (remove, "lost: continuations/ lacks cycle 1"),  # whether cycle 0 had any nobody knows any more
+    "evaluations/step-00000.json": (cut, "it is damaged-step-00000.json now"),
+    "recipe.toml": (cut, "recipe.toml was damaged and is written anew"),
+}
+
+
+@pytest.mark.parametrize("blows", [GONE, DAMAGED], ids=["gone", "damaged"])
+def test_a_resume_says_what_is_lost_and_counts_on(half: Path, unbroken: Path, small_recipe, quiet: Quiet, blows):
+    for name, (damage, _) in blows.items():
+        damage(half / name)
+    outcome = train(small_recipe("embedded/past", *KILLED), half, True, quiet)
+    assert outcome.finished
+    assert any("the checkpoint of boundary 2 is whole: adapters, optimizers, cost totals" in n for n in quiet.notes)
+    for _, told in blows.values():
+        assert any(told in note for note in quiet.notes), quiet.notes
+        assert told in outcome.warnings or not told.startswith("lost:")
+    last = checkpoint.folder(half, 3).relative_to(half)
+    assert (half / last / "state.json").read_bytes() == (unbroken / last / "state.json").read_bytes()
+    assert (half / "metrics.jsonl").read_bytes().splitlines()[-1] == (
+        unbroken / "metrics.jsonl"
+    ).read_bytes().splitlines()[-1]
+    assert (half / "recipe.toml").read_bytes() == (unbroken / "recipe.toml").read_bytes()
+
+
+def test_a_whole_run_has_nothing_to_say_of_its_records(half: Path, small_recipe, quiet: Quiet):
+    outcome = train(small_recipe("embedded/past", *KILLED), half, True, quiet)
+    assert not any("lost" in text or "anew" in text for text in (*quiet.notes, *outcome.warnings))
+
+
+def test_the_evaluation_of_the_boundary_a_run_stands_at_is_made_again(
+    unbroken: Path, tmp_path: Path, small_recipe, quiet: Quiet
+):
+    folder = Path(shutil.copytree(unbroken, tmp_path / "run"))
+    (folder / "evaluations" / "step-00003.json").unlink()
+    assert train(small_recipe("embedded/past", *KILLED), folder, True, quiet).finished
+    assert any("evaluations/ lacks step 3" in note for note in quiet.notes)
+    assert fingerprint(folder) == fingerprint(unbroken)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_checkpoint_of_an_earlier_version_counts_on_from_the_metrics(
+    half: Path, unbroken: Path, small_recipe, quiet: Quiet, known: bool
+):
+    """One that does not hold the totals: they are in the last line, or else they are told to be lost."""
+    path = checkpoint.folder(half, 2)
+    state = json.loads((path / "state.json").read_text())
+    del state["records"]
+    (path / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+    content = (path / "state.json").read_bytes()
+    manifest["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    if not known:
+        (half / "metrics.jsonl").unlink()
+    train(small_recipe("embedded/past", *KILLED), half, True, quiet)
+    same = (half / "metrics.jsonl").read_bytes() == (unbroken / "metrics.jsonl").read_bytes()
+    told = any("lost: the costs of cycles before 2; totals count from there" in note for note in quiet.notes)
+    assert (same, told) == (known, not known)
 
 
 def test_one_ctrl_c_ends_at_the_next_boundary(tmp_path: Path, unbroken: Path, small_recipe):
