@@ -34,6 +34,7 @@ from torch import Tensor
 from past_opsd.files import fresh_folder, leftovers, put, sync, sync_all, temporary_name, writing
 from past_opsd.learner import Learner
 from past_opsd.model import TRAINABLE, Model
+from past_opsd.reading import plain, read_json
 from past_opsd.types import Adapter, PastError
 
 FORMAT = 1
@@ -96,7 +97,7 @@ def _write(path: Path, step: int, model: Model, learner: Learner, state: Mapping
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None when it is whole."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(path / MANIFEST)
         missing = sorted(FILES - set(manifest))
         if missing:
             return f"{MANIFEST} does not list {missing[0]}"
@@ -108,7 +109,7 @@ def damage(path: Path) -> str | None:
                 return f"{name} is missing"
             if file.stat().st_size != entry["bytes"] or _hash(file) != entry["sha256"]:
                 return f"{name} differs from what was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (PastError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     return None
 
@@ -138,8 +139,8 @@ def set_aside(run: Path, after: int) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """The checkpoint's plain data."""
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        state = read_json(path / "state.json")
+    except PastError as error:
         raise PastError(f"{path}: state.json cannot be read ({error})") from None
     if not isinstance(state, dict) or "format" not in state:
         raise PastError(f"{path}: state.json is not one of a checkpoint")
@@ -252,8 +253,9 @@ def _finite(tensors: Mapping[str, Tensor], what: str) -> None:
 
 def _tensors(file: Path) -> dict[str, Tensor]:
     try:
+        plain(file)
         return load_file(file)
-    except (OSError, SafetensorError) as error:
+    except (PastError, OSError, SafetensorError) as error:
         raise PastError(f"{file}: cannot be read as safetensors ({error})") from None
 
 

@@ -28,6 +28,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
 
+from past_opsd.reading import SMALL, read_text, read_toml
 from past_opsd.types import PastError
 
 SHIPPED = Path(__file__).parent / "recipes"
@@ -251,7 +252,8 @@ class Source:
 def load(name: str | Path, overrides: Sequence[str] = (), *, imports: bool = True) -> Recipe:
     """Read, inherit, override, validate. `name` is a file or a shipped recipe such as `embedded/past`.
 
-    Without `imports` no module outside the package is imported, and the sections that name one are taken as they are.
+    Without `imports`, for the recipe in a run's folder, which may be somebody else's: no module outside the package is
+    imported, the sections that name one are taken as they are, and no other file is read.
     """
     data, sources = _read(locate(name), imports)
     for override in overrides:
@@ -456,14 +458,11 @@ def _read(path: Path, imports: bool = True) -> tuple[dict[str, Any], dict[str, S
         if current.resolve() in chain:
             raise PastError(f"{current}: 'extends' runs in a circle")
         chain.append(current.resolve())
-        try:
-            text = current.read_text(encoding="utf-8")
-            table = tomllib.loads(text)
-        except (OSError, UnicodeDecodeError) as error:
-            raise PastError(f"{current}: cannot be read ({error})") from None
-        except tomllib.TOMLDecodeError as error:
-            raise PastError(f"{current}: not valid TOML: {error}") from None
+        text = read_text(current, SMALL)
+        table = read_toml(current, text)
         parent = table.pop("extends", None)
+        if parent is not None and not imports:
+            raise PastError(f"{current}: a run's recipe is complete; it does not follow 'extends' to another file")
         layers.append((table, _lines(text, str(current))))
         current = _parent(current, parent) if parent is not None else None
     for table, lines in reversed(layers):

@@ -16,6 +16,7 @@ from past_opsd.config import EvaluationSection
 from past_opsd.files import write_text
 from past_opsd.lab import Lab, Work
 from past_opsd.prompts import Prompts
+from past_opsd.reading import read_bytes
 from past_opsd.tasks import Task
 from past_opsd.types import Adapter, Attempt, PastError, Problem, View, derive_seed
 
@@ -73,9 +74,9 @@ class Evaluation:
     def load(path: Path) -> Evaluation:
         """Read what `save` wrote."""
         try:
-            found = _SCHEMA.validate_json(path.read_bytes(), strict=True)
+            found = _SCHEMA.validate_json(read_bytes(path), strict=True)
             found.check()
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             reason = str(error).replace("\n", " ")
             raise PastError(f"{path}: not an evaluation written by this package ({reason:.200})") from None
         return found
@@ -87,8 +88,15 @@ class Evaluation:
             counts = {len(result.problems), len(result.outcomes), len(result.answers)}
             if shapes != {self.samples} or len(counts) != 1:
                 raise ValueError(f"'{name}' does not have {self.samples} outcomes and answers for each problem")
+            if {value for row in result.outcomes for value in row} - {0, 1}:
+                raise ValueError(f"'{name}' has outcomes that are neither 0 nor 1")
+            numbers = (result.mean_length, result.truncated, *result.reasons.values(), *result.styles.values())
+            if not all(0 <= number < 1e12 for number in numbers):
+                raise ValueError(f"'{name}' has a length, a share or a count that cannot be")
         if not self.tasks or self.samples < 1:
             raise ValueError("no outcomes")
+        if not 0 <= self.step < 1e9:
+            raise ValueError(f"step {self.step}")
 
 
 _SCHEMA = TypeAdapter(Evaluation)
@@ -97,6 +105,12 @@ _SCHEMA = TypeAdapter(Evaluation)
 def stack(evaluations: Sequence[Evaluation]) -> dict[str, np.ndarray]:
     """One method's outcomes over seeds, task -> [seeds, problems, k]."""
     runs = [evaluation.outcomes() for evaluation in evaluations]
+    shapes = [{task: values.shape for task, values in run.items()} for run in runs]
+    if any(shape != shapes[0] for shape in shapes):
+        raise PastError(
+            f"the seeds of one method were not evaluated alike at step {evaluations[0].step}: their tasks, problems or "
+            "samples differ; take the run apart that does not belong to the others"
+        )
     return {task: np.stack([run[task] for run in runs]) for task in runs[0]}
 
 

@@ -24,6 +24,7 @@ import torch
 
 from past_opsd.files import append, own, sweep, sync, whole, writing
 from past_opsd.loop import Cycle
+from past_opsd.reading import read_bytes
 from past_opsd.types import Attempt, PastError
 
 SCHEMA = pa.schema(
@@ -109,7 +110,7 @@ def _cut(path: Path, next_cycle: int) -> None:
     with writing(path):
         own(path)
     end = 0
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    for number, line in enumerate(read_bytes(path).split(b"\n")[:-1], 1):
         if line and _parse(path, number, line)["cycle"] >= next_cycle:
             break
         end += len(line) + 1
@@ -180,20 +181,36 @@ def peak_memory() -> float:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a JSON-lines file; a last line cut by a kill is left out."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
-    lines = path.read_bytes().split(b"\n")
+    lines = read_bytes(path).split(b"\n")
     return [_parse(path, number, line) for number, line in enumerate(lines[:-1], 1) if line]
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         found = json.loads(line)
+        wrong = _wrong(found)
     except (ValueError, RecursionError) as error:
-        raise PastError(f"{path}:{number}: not a line that a run wrote ({error}); mend it or delete it") from None
-    if not isinstance(found, dict) or not isinstance(found.get("cycle"), int):
-        raise PastError(f"{path}:{number}: not a line that a run wrote; mend it or delete it")
+        wrong = str(error)
+    if wrong:
+        raise PastError(f"{path}:{number}: not a line that a run wrote ({wrong:.200}); mend it or delete it")
     return found
+
+
+def _wrong(line: Any) -> str:
+    """What a line has that no run writes; numbers that are not finite may stand there."""
+    if not isinstance(line, dict):
+        return "not an object"
+    cycle = line.get("cycle")
+    if type(cycle) is not int or not 0 <= cycle < 10**9:
+        return "it does not say of which cycle it is"
+    for key, value in line.items():
+        if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) >= 2**63):
+            return f"{key!a:.80} is no number"
+        if not key.isprintable() or len(key) > 200:
+            return f"{key!a:.80} is no name"
+    return ""
 
 
 def summarise(cycle: Cycle) -> dict[str, float]:

@@ -8,6 +8,7 @@ of any process costs at most the cycles since a checkpoint. Results and tables f
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -154,18 +155,23 @@ def row(label: str, recipe: str, folders: Sequence[Path]) -> Row:
         found = [Evaluation.load(path) for path in sorted((folder / "evaluations").glob("step-*.json"))]
         evaluations.append({e.step: e for e in found})
         metrics, timings = read_lines(folder / "metrics.jsonl"), read_lines(folder / "timings.jsonl")
+        if not metrics or not timings:
+            raise PastError(f"{folder}: metrics.jsonl and timings.jsonl hold no cycle; make the run again")
         seconds = sum(profiling.totals(timings).values())
-        peak = max(line["peak_mib"] for line in timings)
-        steps = sum(line["student/stepped"] for line in metrics)
+        peak = max(line.get("peak_mib", math.nan) for line in timings)
+        steps = sum(line.get("student/stepped", math.nan) for line in metrics)
         counted = {key: metrics[-1].get(f"cost/{key}", 0) for key in tables.COSTS}
         counted["verifier_calls"] += metrics[-1].get("cost/phase1_verifier_calls", 0)
         measured = {"student_steps": steps, "seconds": seconds, "peak_mib": peak}
+        for name, value in (counted | measured).items():
+            if not 0 <= value < 1e15:
+                raise PastError(f"{folder}: metrics.jsonl and timings.jsonl do not tell what the run cost ({name})")
         costs.append(counted | measured)
         diagnostics.append(
             {
                 name: float(np.mean(values))
                 for name, key in DIAGNOSTICS.items()
-                if (values := [line[key] for line in metrics if key in line])
+                if (values := [line[key] for line in metrics if abs(line.get(key, math.nan)) < 1e100])
             }
         )
     return Row(label, recipe, evaluations, _means(costs), _means(diagnostics))

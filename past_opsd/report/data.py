@@ -17,9 +17,11 @@ from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
 from past_opsd.files import enclosed
 from past_opsd.record import read_lines
+from past_opsd.report import records
 from past_opsd.types import PastError
 
 DEPTH = 3
+MOST = 1e100  # what is larger, infinite or no number is left out of a figure
 # Settings that do not change what a run learns: runs that differ in these alone are the same method.
 INCIDENTAL = ("seed", "threads", "checkpoint_every", "keep_checkpoints")
 
@@ -113,33 +115,22 @@ def load(folder: Path) -> Run:
     metrics = read_lines(folder / "metrics.jsonl")
     last = metrics[-1]["cycle"] + 1 if metrics else 0
     completed = max([last, *checkpoint.steps(folder)])
-    outcome = train.outcome(recipe, folder, completed)
+    try:
+        outcome = train.outcome(recipe, folder, completed)
+    except PastError as error:
+        told = str(error)
+        raise PastError(told if str(folder) in told else f"{folder}: {told}") from None
     return Run(
         folder=folder,
         recipe=recipe,
         metrics=metrics,
         timings=read_lines(folder / "timings.jsonl"),
         evaluations=outcome.evaluations,
-        probes=_records(folder, "step"),
-        shifts=_records(folder, "shift"),
+        probes=records.load(folder, "step"),
+        shifts=records.load(folder, "shift"),
         warnings=outcome.warnings,
         completed=completed,
     )
-
-
-def _records(folder: Path, kind: str) -> dict[int, dict[str, Any]]:
-    """Boundary -> what `past probe` or `past shift` measured there."""
-    found: dict[int, dict[str, Any]] = {}
-    for path in sorted((folder / "probes").glob(f"{kind}-*.json")):
-        step = path.stem.rpartition("-")[2]
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise PastError(f"{path}: not a record of this package ({error}); delete it and measure again") from None
-        if not step.isdigit() or not isinstance(record, dict):
-            raise PastError(f"{path}: not a record of this package; delete it and measure again")
-        found[int(step)] = record
-    return found
 
 
 def methods(runs: Sequence[Run]) -> list[Method]:
@@ -206,10 +197,15 @@ def _settings(recipe: Recipe) -> str:
 def trace(method: Method, key: str) -> dict[int, dict[int, float]]:
     """A metric over cycles, by seed; seeds and cycles without it are left out."""
     found = {
-        seed: {line["cycle"]: line[key] for line in run.metrics if key in line and math.isfinite(line[key])}
+        seed: {line["cycle"]: line[key] for line in run.metrics if _drawable(line.get(key))}
         for seed, run in method.runs.items()
     }
     return {seed: values for seed, values in found.items() if values}
+
+
+def _drawable(value: float | None) -> bool:
+    """A number that fits an axis."""
+    return value is not None and abs(value) < MOST
 
 
 def scores(method: Method, key: str, missing: float | None = None) -> dict[int, dict[int, float]]:
@@ -238,13 +234,11 @@ def smooth(traces: Traces, half: int) -> dict[int, dict[int, float]]:
     """Each seed's centred mean over the values within `half` on either side, at every cycle that has one near."""
     found: dict[int, dict[int, float]] = {}
     for seed, values in traces.items():
-        near = {x: [values[y] for y in range(x - half, x + half + 1) if y in values] for x in _span(values)}
-        found[seed] = {x: fmean(those) for x, those in near.items() if those}
+        first, last = min(values), max(values)
+        cycles = {y for x in values for y in range(max(first, x - half), min(last, x + half) + 1)}
+        near = {x: [values[y] for y in range(x - half, x + half + 1) if y in values] for x in sorted(cycles)}
+        found[seed] = {x: fmean(those) for x, those in near.items()}
     return found
-
-
-def _span(values: Mapping[int, float]) -> range:
-    return range(min(values), max(values) + 1)
 
 
 def band(traces: Traces) -> Band:

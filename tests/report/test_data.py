@@ -83,13 +83,19 @@ def test_a_run_in_training_loads(original: Path, tmp_path: Path):
 def test_records_of_probes_and_shifts_are_read_by_step(original: Path, tmp_path: Path):
     folder = copy(original, tmp_path / "run")
     (folder / "probes").mkdir()
-    (folder / "probes" / "step-00002.json").write_text('{"step": 2}')
-    (folder / "probes" / "shift-00001.json").write_text('{"step": 1}')
+    value = {"estimate": 0.5, "low": 0.25, "high": 1}
+    metrics = {"all": {"success": value, "jsd_student": value | {"low": None, "high": None}, "kl": None}}
+    probe = {"step": 2, "conditions": {"matching": metrics, "removed": metrics, "shuffled": metrics}}
+    shift = {"step": 1, "estimates": {"privileged": value, "shift": value, "surviving": None, "value": value}}
+    (folder / "probes" / "step-00002.json").write_text(json.dumps(probe))
+    (folder / "probes" / "shift-00001.json").write_text(json.dumps(shift))
     (run,) = data.find([folder])
-    assert (run.probes, run.shifts) == ({2: {"step": 2}}, {1: {"step": 1}})
-    (folder / "probes" / "shift-00001.json").write_text('{"step"')
-    with pytest.raises(PastError, match=r"shift-00001\.json: not a record.*measure again"):
-        data.find([folder])
+    assert (run.probes, run.shifts) == ({2: probe}, {1: shift})
+    shift["estimates"]["value"] = value | {"low": "x"}
+    for damaged in ('{"step"', '{"step": 1}', json.dumps(shift)):
+        (folder / "probes" / "shift-00001.json").write_text(damaged)
+        with pytest.raises(PastError, match=r"shift-00001\.json: not .*measure again"):
+            data.find([folder])
 
 
 def test_seeds_of_a_recipe_are_one_method_with_the_suites_label(original: Path, tmp_path: Path):
