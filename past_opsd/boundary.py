@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from past_opsd import checkpoint, config
+from past_opsd.engines.vllm_backend import HOSTS, Options, unvouched
 from past_opsd.files import enclosed, write_text
 from past_opsd.lab import Work
 from past_opsd.model import Model
+from past_opsd.pretrained import on_disk
+from past_opsd.tasks._rows import on_disk as data_on_disk
 from past_opsd.train import Session, differences, session
 from past_opsd.types import Adapter, Attempt, PastError, Problem, Response, Tokens, Verdict, View, derive_seed
 
@@ -64,7 +67,7 @@ class Boundary:
 @contextmanager
 def opened(run: Path, step: int, trust: bool = False) -> Iterator[Boundary]:
     """The run at the checkpoint of this step. Code that its recipe names is run only with `trust`."""
-    require_trust(run, code(recipe_of(run)), trust)
+    require_trust(run, entrusted(recipe_of(run)), trust)
     with session(config.load(str(run / "recipe.toml"))) as parts:
         boundary = Boundary(parts, run, teacher_adapter(parts))
         boundary.move(step)
@@ -80,12 +83,35 @@ def code(recipe: config.Recipe) -> list[str]:
     return named + ["model.trust_remote_code = true"] * recipe.model.trust_remote_code
 
 
+def remote(recipe: config.Recipe) -> list[str]:
+    """What a recipe would fetch from the hub, because it is not on this machine."""
+    wanted = {"model.path": recipe.model.path, "model.expert": recipe.model.expert}
+    revisions = {"model.path": recipe.model.revision}
+    models = {key: path for key, path in wanted.items() if path and not on_disk(path, revisions.get(key))}
+    task = config.dump(recipe)["task"]
+    sets = task.get("evaluation") if isinstance(task.get("evaluation"), dict) else {}
+    sources = {"task.train": task.get("train")} | {f"task.evaluation.{name}": source for name, source in sets.items()}
+    data = {key: source for key, source in sources.items() if isinstance(source, str) and not data_on_disk(source)}
+    return [f"{key} = {name!r} from the hub" for key, name in (models | data).items()]
+
+
+def reached(recipe: config.Recipe) -> list[str]:
+    """What a recipe's engine would be given or send that nobody vouches for."""
+    return unvouched(recipe.engine) if isinstance(recipe.engine, Options) else []
+
+
+def entrusted(recipe: config.Recipe) -> list[str]:
+    """Everything that a person must say is all right before somebody else's recipe is put to work."""
+    return [*code(recipe), *remote(recipe), *reached(recipe)]
+
+
 def require_trust(run: Path, named: Sequence[str], trust: bool) -> None:
-    """A run's folder may be somebody else's: what its recipe names is run when a person says so."""
+    """A run's folder may be somebody else's: what its recipe names is run, fetched or asked when a person says so."""
     if named and not trust:
+        hosts = f" (or name the servers in {HOSTS})" if any(name.startswith("engine.urls") for name in named) else ""
         raise PastError(
-            f"{run / 'recipe.toml'} would run code from outside the package: {', '.join(named)}. "
-            "If it is yours, or you trust it, say so with --trust"
+            f"{run / 'recipe.toml'} would run code from outside the package, fetch files or send requests: "
+            f"{', '.join(named)}. Nothing of it was done. If it is yours, or you trust it, say so with --trust{hosts}"
         )
 
 

@@ -61,16 +61,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[0] not in SEVERAL and _several():
             return 2
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()  # here, where a reader that went away is no accident
+        return code
     except PastError as error:
-        print(f"past: {error}", file=sys.stderr)
+        print(f"past: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("past: interrupted; the last complete checkpoint is untouched", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        sys.stderr.close()
+        # What is left in the buffer has nowhere to go; at the end of the process it would be tried again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Exception as error:
+        if os.environ.get("PAST_DEBUG"):
+            raise
+        return _unexpected(error)
+
+
+def printable(text: str) -> str:
+    """Text as a terminal may show it: what a file says may not steer the terminal, nor fail to be written."""
+    kept = (c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    return "".join(kept).encode("utf-8", "backslashreplace").decode()
+
+
+def _unexpected(error: Exception) -> int:
+    """A folder that is not ours to write, or a mistake of this package: one message either way."""
+    if isinstance(error, OSError) and error.strerror:
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        print(f"past: {printable(': '.join([*names, error.strerror]))}", file=sys.stderr)
+        return 2
+    said = printable(f"{type(error).__name__}: {error}")
+    print(f"past: this is a bug of past ({said:.300}); PAST_DEBUG=1 shows where", file=sys.stderr)
+    return 70
 
 
 class _Past(argparse.ArgumentParser):
@@ -212,12 +236,15 @@ def _evaluate(args: argparse.Namespace, recipe: config.Recipe, world: World) -> 
     from rich.console import Console
 
     from past_opsd import checkpoint, ui
+    from past_opsd.reading import room
     from past_opsd.train import session
 
     with session(recipe, world=world) as parts:
         if args.adapter is not None:
             checkpoint.load_adapter(parts.model, "student", args.adapter)
             parts.loop.publish()
+        if args.out is not None:
+            room(args.out)
         evaluation = parts.evaluate(0)
     if world.first:
         if args.out is not None:
@@ -242,13 +269,15 @@ def _evaluated_recipe(args: argparse.Namespace) -> config.Recipe:
 
 def _compare(args: argparse.Namespace) -> int:
     seeds = _seeds(args.seeds)
+    if args.jobs < 0:
+        raise PastError(f"--jobs {args.jobs}: give 1 or more, or 0 for one per core")
     from rich.console import Console
 
     from past_opsd import suite, tables
 
     console = Console()
     chosen = suite.find(args.suite, args.family, args.reference)
-    jobs = args.jobs or max(1, os.cpu_count() or 1)
+    jobs = args.jobs or os.cpu_count() or 1
     suite.run_all(chosen, seeds, args.out, jobs, args.overrides, lambda text: console.print(text, highlight=False))
     result = suite.results(chosen, suite.collect(chosen, seeds, args.out), seeds)
     folder = suite.save(args.out, result)
@@ -260,9 +289,12 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _seeds(text: str) -> list[int]:
     try:
-        return [int(s) for s in text.split(",")]
+        seeds = [int(s) for s in text.split(",")]
     except ValueError:
-        raise PastError(f"--seeds {text}: write whole numbers separated by commas, e.g. 17,29,43") from None
+        raise PastError(f"--seeds '{text}': write whole numbers separated by commas, e.g. 17,29,43") from None
+    if min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise PastError(f"--seeds '{text}': seeds are 0 or more, and each is given once")
+    return seeds
 
 
 def _demo(args: argparse.Namespace) -> int:

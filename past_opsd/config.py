@@ -300,8 +300,13 @@ def plugin(kind: str, name: str) -> ModuleType:
             f"{kind}.name: no {kind} '{name}'{problem}; known are {', '.join(known(kind))}, "
             "or a dotted path to a module"
         )
-    module = importlib.import_module(path)
-    if "Options" not in vars(module):
+    try:
+        module = importlib.import_module(path)
+    except Exception as error:  # whatever a module of the user's does while it is imported
+        raise PastError(
+            f"{kind}.name: the module {path} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
+    if not {"Options", "build"} <= set(vars(module)):
         raise PastError(f"{kind}.name: the module {path} is no {kind}: it needs a class Options and a function build")
     return module
 

@@ -61,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`past data check`: 1 when a run would refuse the data."""
+    if args.rows < 0:
+        raise PastError(f"--rows {args.rows}: give 0 or more")
     recipe = config.load(args.recipe, args.overrides) if args.recipe else None
     if recipe is None and args.overrides:
         raise PastError("--set changes a recipe: name one with --recipe")

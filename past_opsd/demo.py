@@ -19,6 +19,7 @@ from past_opsd.evaluate import Evaluation, macro_avg, stack
 from past_opsd.files import enclosed, write_text, writing
 from past_opsd.lock import held
 from past_opsd.probes import probe
+from past_opsd.reading import room
 from past_opsd.report.data import find
 from past_opsd.shift import shift
 from past_opsd.train import train
@@ -40,8 +41,7 @@ def demo(
     console: Console, folder: Path, seeds: Sequence[int], overrides: Sequence[str] = ()
 ) -> dict[str, list[Evaluation]]:
     """Train every method with every seed in `folder`, new or an earlier demo's, then print and save the table."""
-    if folder.exists() and not folder.is_dir():
-        raise PastError(f"{folder} is a file; choose another --out")
+    room(folder, folder=True)
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
         raise PastError(f"{folder} exists and is not a demo's; choose another --out")
     with held(folder):

@@ -24,6 +24,7 @@ from past_opsd.files import FOLDERS, write_text
 from past_opsd.marked import replacing
 from past_opsd.model import Model, in_order
 from past_opsd.pretrained import load_tokenizer, resolve
+from past_opsd.reading import room
 from past_opsd.stats import bootstrap
 from past_opsd.types import PastError, derive_seed
 
@@ -50,9 +51,10 @@ def export(run: Path, out: Path, *, step: int | None = None, merge: bool = False
     Of an earlier one only the files that it wrote are replaced, all at once; whatever else lies there stays.
     """
     recipe = boundary.recipe_of(run)
-    remote = [name for name in boundary.code(recipe) if name.startswith("model.")]  # no other part is built
-    boundary.require_trust(run, remote, trust)
+    needed = [name for name in boundary.entrusted(recipe) if name.startswith("model.")]  # no other part is built
+    boundary.require_trust(run, needed, trust)
     source = checkpoint.folder(run, boundary.choose(run, step)[0])
+    room(out, folder=True)
     with replacing(_target(run, out), MARK) as folder:
         if merge:
             _merged(recipe, source, folder)

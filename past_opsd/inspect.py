@@ -23,11 +23,15 @@ def inspect(console: Console, recipe: Recipe, index: int, dry: bool) -> None:
     The response is sampled from the initial student and verified; `dry` loads no weights and puts the reference
     solution in its place.
     """
+    if index < 0:
+        raise PastError(f"--index {index}: examples are counted from 0")
     if dry:
         tokenizer = load_tokenizer(recipe.model)
         prompts = Prompts(tokenizer, recipe.prompts)
         method = config.plugin("method", recipe.method.name).build(recipe.method, prompts, recipe.rollout)
-        problem = config.plugin("task", recipe.task.name).build(recipe.task).train()[index]
+        problems = config.plugin("task", recipe.task.name).build(recipe.task).train()
+        _within(index, len(problems))
+        problem = problems[index]
         ids = tuple(tokenizer(problem.solution, add_special_tokens=False)["input_ids"])
         response = Response((*ids, tokenizer.eos_token_id), problem.solution, (), True)
         view = View("student", prompts.student(problem))
@@ -37,9 +41,15 @@ def inspect(console: Console, recipe: Recipe, index: int, dry: bool) -> None:
     with session(recipe) as parts:
         if not parts.loop.method.rollouts:
             raise PastError(f"'{recipe.method.name}' trains on the reference itself and samples nothing: use --dry")
+        _within(index, len(parts.loop.problems))
         k = index // recipe.rollout.problems_per_cycle
         attempts = parts.loop.attempts(k)
         _show(console, parts.model.tokenizer, parts.loop.method, attempts[index % len(attempts)])
+
+
+def _within(index: int, count: int) -> None:
+    if index >= count:
+        raise PastError(f"--index {index}: the task has {count} training examples, 0 to {count - 1}")
 
 
 def _show(console: Console, tokenizer: Any, method: Any, attempt: Attempt) -> None:

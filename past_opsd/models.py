@@ -25,6 +25,7 @@ from past_opsd.config import ModelSection
 from past_opsd.files import fresh_folder, leftovers, whole, write_text
 from past_opsd.lock import held
 from past_opsd.pretrained import PULLABLE, SHIPPED, cache, resolve
+from past_opsd.reading import room
 from past_opsd.types import PastError
 
 ABOUT = {
@@ -71,6 +72,7 @@ def pull(
         return folder, False
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PastError(f"{folder} exists and is no pulled model; choose another --to, or remove it")
+    room(folder, folder=True)
     work = folder.with_name(f".pulling-{folder.name}")
     if work.is_symlink():
         raise PastError(f"{work} is a link; remove it")

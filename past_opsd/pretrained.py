@@ -50,6 +50,20 @@ def resolve(path: str) -> str:
     return path
 
 
+def on_disk(path: str, revision: str | None = None) -> bool:
+    """Whether a model is on this machine: a file, a folder, one of the package or in the hub's cache."""
+    if path in SHIPPED or path in PULLABLE or Path(path).exists():
+        return True
+    from huggingface_hub import snapshot_download
+
+    try:
+        return bool(snapshot_download(path, revision=revision, local_files_only=True))
+    except OSError:
+        return False
+    except ValueError:
+        return True  # not even the name of one: nothing will be fetched
+
+
 @dataclass(frozen=True)
 class Source:
     """What transformers is asked for: a folder or hub id, and the GGUF file inside it, if that is what it holds."""

@@ -40,6 +40,18 @@ def plain(path: Path, most: int | None = None) -> None:
         raise ReadError(f"{path}: cannot be read ({_reason(error)})") from None
 
 
+def room(path: Path, folder: bool = False) -> None:
+    """Refuse a place where no file (or folder) can come to be, before any work is done for it."""
+    above = next((p for p in path.parents if os.path.lexists(p)), Path())
+    if not above.is_dir():
+        raise PastError(f"{path} cannot be written: {above} is no folder; choose another place")
+    if os.path.lexists(path) and path.is_dir() != folder:
+        kind, wanted = ("a folder", "file") if path.is_dir() else ("a file", "folder")
+        raise PastError(f"{path} is {kind}; give the name of a {wanted}")
+    if not os.access(path if os.path.lexists(path) else above, os.W_OK):
+        raise PastError(f"{path} cannot be written: it is not yours to write; choose another place")
+
+
 def read_bytes(path: Path, most: int = MOST) -> bytes:
     """The whole of a plain file."""
     plain(path, most)

@@ -24,6 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Become the server; `--dry` prints it as a shell would run it."""
+    if not 1 <= args.port <= 65535:
+        raise PastError(f"--port {args.port}: ports are 1 to 65535")
+    if not args.host.strip():
+        raise PastError("--host is empty: give an address, e.g. 127.0.0.1")
     recipe = config.load(args.recipe, args.overrides)
     words, variables = command(recipe, args.host, args.port), variables_of(recipe)
     if args.dry:

@@ -11,23 +11,30 @@ import hashlib
 import importlib.util
 import ipaddress
 import json
+import os
 import socket
+import sys
 import threading
 import time
-import tomllib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from past_opsd import arguments, checkpoint, report
+from past_opsd.reading import read_bytes, read_toml
 from past_opsd.report import data, page
 from past_opsd.types import PastError
 
 LIVE_POLICY = f"{page.POLICY}; connect-src 'self'"
 SCRIPT = page.ASSETS / "watch.js"
+WAIT = 10.0
+"""Seconds in which a client must have sent its request, and take each part of the answer."""
+CLIENTS = 64
 PATTERNS = ("recipe.toml", "metrics.jsonl", "timings.jsonl", "evaluations/*.json", "probes/*.json")
 
 
@@ -54,13 +61,15 @@ class Progress:
 
 
 def progress(folder: Path) -> Progress | None:
-    """How far a run is; None while its recipe is still being written."""
-    try:
-        cycles = tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))["run"]["cycles"]
-    except (tomllib.TOMLDecodeError, KeyError, FileNotFoundError):
+    """How far a run is; None where its recipe went away. A damaged recipe or record is a `PastError`."""
+    if not os.path.lexists(folder / "recipe.toml"):
         return None
+    section = read_toml(folder / "recipe.toml").get("run")
+    cycles = section.get("cycles") if isinstance(section, dict) else None
+    if type(cycles) is not int or not 0 < cycles < 10**9:
+        raise PastError(f"{folder / 'recipe.toml'}: run.cycles does not say how long the run is")
     metrics = folder / "metrics.jsonl"
-    cycle = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+    cycle = read_bytes(metrics).count(b"\n") if os.path.lexists(metrics) else 0
     return Progress(folder, cycle, cycles, checkpoint.folder(folder, cycles).is_dir())
 
 
@@ -70,7 +79,10 @@ def folders(path: Path, depth: int = data.DEPTH) -> list[Path]:
         return [path]
     if depth == 0 or not path.is_dir():
         return []
-    inner = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    try:
+        inner = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    except OSError:  # it went away, or is not ours to read
+        return []
     return [run for folder in inner for run in folders(folder, depth - 1)]
 
 
@@ -90,47 +102,85 @@ class Watched:
 
     def state(self) -> State:
         """What the files say now."""
-        runs = self._runs()
+        runs, damaged = self._runs()
         started = [run for run in runs if run.cycle]
         digest = hashlib.blake2b(digest_size=12)
         newest = 0.0
-        for run in runs:
-            found = [p for pattern in PATTERNS for p in sorted(run.folder.glob(pattern))]
+        for folder in [run.folder for run in runs] + list(damaged):
+            found = [p for pattern in PATTERNS for p in sorted(folder.glob(pattern))]
             for path in found:
                 try:
                     status = path.stat()
-                except FileNotFoundError:  # a resumed run takes files back
+                except OSError:  # a resumed run takes files back
                     continue
-                digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+                digest.update(os.fsencode(path) + f"\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
                 newest = max(newest, status.st_mtime)
-            digest.update(b"finished" if run.finished else b"")
+        digest.update(bytes(run.finished for run in runs))
         return State(
             version=digest.hexdigest(),
             ready=bool(started),
             finished=bool(runs) and all(run.finished for run in runs),
             text=_text(runs) if started else "waiting for the first cycle",
             age=max(0.0, time.time() - newest) if newest else 0.0,
-            problem=self._problem,
+            problem="; ".join(dict.fromkeys(filter(None, [self._problem, *damaged.values()]))),
         )
 
     def page(self) -> tuple[str, str]:
         """The report and the version it shows, rendered where the kept one is of another."""
-        if not self.state().ready:
-            return self.state().version, _waiting(self._paths)
+        now = self.state()
+        if not now.ready:
+            return now.version, _waiting(self._paths, now.problem)
         with self._rendering:
             version = self.state().version  # before reading: a later change makes another version
-            try:
-                if self._kept is None or self._kept[0] != version:
-                    self._kept = (version, _live(self._render([run.folder for run in self._runs() if run.cycle])))
-                self._problem = ""
-            except (PastError, OSError, ValueError) as error:
-                # A file that is being written, or a damaged one: the last good report stays, the badge tells.
-                self._problem = str(error)
+            if self._kept is None or self._kept[0] != version or self._problem:
+                started = [run.folder for run in self._runs()[0] if run.cycle]
+                html, self._problem = self._try(started)
+                self._kept = self._kept if html is None else (version, _live(html))
             return self._kept or (version, _waiting(self._paths, self._problem))
 
-    def _runs(self) -> list[Progress]:
-        found = {folder.resolve(): None for path in self._paths for folder in folders(path)}
-        return [run for folder in found if (run := progress(folder)) is not None]
+    def _try(self, started: Sequence[Path]) -> tuple[str | None, str]:
+        """A report and what is wrong: damaged runs are left out of it. Without a report the last good one stays."""
+        html, problem = self._attempt(started)
+        if html is not None or len(started) < 2:
+            return html, problem
+        alone = {folder: _damage(folder) for folder in started}
+        whole = [folder for folder, damage in alone.items() if not damage]
+        if not whole or len(whole) == len(started):
+            return None, problem
+        html, again = self._attempt(whole)
+        return html, "; ".join(filter(None, [*alone.values(), again]))
+
+    def _attempt(self, started: Sequence[Path]) -> tuple[str | None, str]:
+        try:
+            return self._render(started), ""
+        except Exception as error:  # whatever a file holds, the page stays up and says what is wrong
+            return None, _told(error)
+
+    def _runs(self) -> tuple[list[Progress], dict[Path, str]]:
+        """How far the runs are, and what is wrong with those that do not say."""
+        found: list[Progress] = []
+        damaged: dict[Path, str] = {}
+        for folder in {folder.resolve(): None for path in self._paths for folder in folders(path)}:
+            try:
+                run = progress(folder)
+            except (PastError, OSError) as error:
+                damaged[folder] = _told(error)
+                continue
+            found += [run] if run is not None else []
+        return found, damaged
+
+
+def _damage(folder: Path) -> str:
+    """What keeps a run from being shown."""
+    try:
+        data.load(folder)
+    except Exception as error:
+        return _told(error)
+    return ""
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, PastError) else f"{type(error).__name__}: {error}"
 
 
 def _text(runs: Sequence[Progress]) -> str:
@@ -169,9 +219,29 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """One more thread, where there are not too many yet."""
+        if self._clients.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._clients.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that went away is nothing to tell; anything else in one line, and the server stays up."""
+        error = sys.exception()
+        if isinstance(error, Exception) and not isinstance(error, OSError):
+            print(f"past: a page could not be made ({_told(error)})", file=sys.stderr)
+
     def __init__(self, host: str, port: int, watched: Watched, every: float):
         self.watched = watched
         self.every = every
+        self._clients = threading.BoundedSemaphore(CLIENTS)
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -212,6 +282,22 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
     server_version = "past"
     sys_version = ""
+    timeout = WAIT  # for each read and write
+
+    def setup(self) -> None:
+        super().setup()
+        # A client that sends a byte now and then never runs into the time-out of one read.
+        self._alarm = threading.Timer(WAIT, self._hang_up)
+        self._alarm.daemon = True
+        self._alarm.start()
+
+    def finish(self) -> None:
+        self._alarm.cancel()
+        super().finish()
+
+    def _hang_up(self) -> None:
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:
         self._answer(body=True)
@@ -220,10 +306,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(body=False)
 
     def _answer(self, body: bool) -> None:
+        self._alarm.cancel()  # the whole request is here
         if not self.server.owns(self.headers.get("Host", "")):
             self.send_error(403, "This server answers to its own address alone")
             return
-        path = urlsplit(self.path).path
+        path = self.path.partition("?")[0]
         if path == "/state":
             text, kind = json.dumps(asdict(self.server.watched.state())), "application/json"
         elif path == "/":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -20,6 +22,31 @@ if TYPE_CHECKING:
 else:
     np = Lazy("numpy")
 
+# What a recipe that nobody vouches for may set: sizes and switches that name no code, file or host.
+HARMLESS = frozenset(
+    {
+        "block_size",
+        "cpu_offload_gb",
+        "data_parallel_size",
+        "disable_log_stats",
+        "enable_chunked_prefill",
+        "enable_prefix_caching",
+        "enforce_eager",
+        "kv_cache_memory_bytes",
+        "long_prefill_token_threshold",
+        "max_long_partial_prefills",
+        "max_num_batched_tokens",
+        "max_num_partial_prefills",
+        "max_num_seqs",
+        "max_parallel_loading_workers",
+        "pipeline_parallel_size",
+        "seed",
+        "swap_space",
+        "tensor_parallel_size",
+    }
+)
+HOSTS = "PAST_VLLM_HOSTS"
+"""The environment variable with the hosts that requests, and VLLM_API_KEY, may go to for any recipe."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 SEED = "past_seed"
 """The extra argument under which a request brings the seed of its draws."""
@@ -56,9 +83,29 @@ class Options(BaseModel):
     @classmethod
     def _addresses(cls, urls: list[str]) -> list[str]:
         for url in urls:
-            if not url.startswith(("http://", "https://")):
+            try:
+                parts = urlsplit(url)
+                named = bool(parts.hostname) and parts.port != 0
+            except ValueError:
+                named = False
+            if not named or not url.startswith(("http://", "https://")) or not url.isprintable() or " " in url:
                 raise ValueError(f"'{url}' is not an address like http://127.0.0.1:8000")
+            if "@" in parts.netloc or parts.query or parts.fragment:
+                raise ValueError(
+                    f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}: an address has no user, password or question "
+                    "in it; a key is taken from VLLM_API_KEY"
+                )
         return [url.rstrip("/") for url in urls]
+
+    @field_validator("arguments")
+    @classmethod
+    def _names(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        for key in arguments:
+            if not re.fullmatch(r"[a-z][a-z0-9_]*", key):
+                raise ValueError(f"'{key}' is not how vLLM names an argument in Python, e.g. tensor_parallel_size")
+        if "trust_remote_code" in arguments:
+            raise ValueError("'trust_remote_code' is decided by model.trust_remote_code")
+        return arguments
 
 
 @dataclass(frozen=True)
@@ -184,6 +231,20 @@ def arguments(section: ModelSection, options: Options) -> dict[str, Any]:
     if taken:
         raise PastError(f"engine.arguments: '{taken[0]}' is decided by the recipe and cannot be set there")
     return chosen | options.arguments
+
+
+def unvouched(options: Options, given: Mapping[str, str] = os.environ) -> list[str]:
+    """What needs a person's word before it is done for somebody else's recipe, as `key = value`."""
+    arguments = {k: v for k, v in options.arguments.items() if k not in HARMLESS or not isinstance(v, int | float)}
+    found = [f"engine.arguments.{key} = {value!r:.80}" for key, value in arguments.items()]
+    if options.mode == "server":
+        known = {host.strip().lower() for host in given.get(HOSTS, "").split(",")}
+        urls = [url for url in options.urls if not known & {urlsplit(url).netloc.lower(), urlsplit(url).hostname}]
+        sent = "prompts and VLLM_API_KEY" if given.get("VLLM_API_KEY") else "prompts"
+        found += [f"engine.urls: {sent} to {url}" for url in urls]
+    if options.adapter_folder is not None:
+        found.append(f"engine.adapter_folder = {options.adapter_folder!r}")
+    return found
 
 
 def environment(section: ModelSection, given: Mapping[str, str] = os.environ) -> dict[str, str]:

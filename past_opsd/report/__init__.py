@@ -9,6 +9,7 @@ from pathlib import Path
 
 from past_opsd import arguments
 from past_opsd.files import enclosed, write_text
+from past_opsd.reading import room
 from past_opsd.report import data, figures, page, trajectories
 from past_opsd.report.data import Run
 from past_opsd.types import PastError
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or args.runs[0] / "report" / "index.html"
     if out.is_dir():
         raise PastError(f"--out {out} is a folder; give the name of a file, e.g. {out / 'index.html'}")
+    room(out)
     began = time.monotonic()
     for folder in args.runs:
         enclosed(folder)

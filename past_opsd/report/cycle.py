@@ -38,7 +38,7 @@ class Box:
 
 def method(methods: Sequence[Method]) -> Figure | None:
     """The cycle of the first method that adapts its teacher, PAST before its ablations."""
-    found = sorted(adapting(methods), key=lambda m: not is_past(m))
+    found = sorted((m for m in adapting(methods) if data.measured(m) is not None), key=lambda m: not is_past(m))
     if not found:
         return None
     chosen = found[0]
@@ -63,7 +63,7 @@ def method(methods: Sequence[Method]) -> Figure | None:
 def _totals(method: Method) -> dict[str, str]:
     """What a box says, by name; what a recipe does not record is not there."""
     row = data.measured(method)
-    assert row is not None  # it took a teacher step, so it has metrics
+    assert row is not None  # the others were left out
     out: dict[str, str] = {}
 
     def put(name: str, value: float | None, form: str) -> None:

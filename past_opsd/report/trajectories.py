@@ -8,6 +8,8 @@ vocabulary; logits exist for a few positions at a time.
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,9 @@ from torch import Tensor
 from past_opsd import boundary, checkpoint, config
 from past_opsd.losses import Entrywise, Match, MatchPlusCE
 from past_opsd.methods import Method
-from past_opsd.model import Model
+from past_opsd.model import TRAINABLE, Model
+from past_opsd.reading import MOST, plain
+from past_opsd.record import SCHEMA
 from past_opsd.report.data import Method as Compared
 from past_opsd.report.data import Run
 from past_opsd.train import Session, session
@@ -32,6 +36,7 @@ MAX_CONTINUATION = 1000
 MAX_CONTINUATIONS = 8
 TOP = 5
 UNIT = 10_000  # numbers are stored as whole multiples of 1 / UNIT
+MOST_ROWS = 1_000_000  # of a cycle; no run writes so many
 _CELLS = 1 << 22  # logits held at a time
 
 Row = Mapping[str, Any]
@@ -148,8 +153,8 @@ class Vocabulary:
 
 def boundaries(run: Path, most: int = 3) -> list[int]:
     """Cycles with rollouts whose checkpoint is kept: the first, the last and one between."""
-    files = (run / "rollouts").glob("cycle-*.parquet")
-    kept = sorted({int(p.stem.rpartition("-")[2]) for p in files} & set(checkpoint.steps(run)))
+    numbers = (re.fullmatch(r"cycle-([0-9]{1,9})", p.stem) for p in (run / "rollouts").glob("cycle-*.parquet"))
+    kept = sorted({int(number[1]) for number in numbers if number} & set(checkpoint.steps(run)))
     if len(kept) <= most:
         return kept
     return [kept[round(i * (len(kept) - 1) / (most - 1))] for i in range(most)]
@@ -172,7 +177,8 @@ def choose(rows: Sequence[Row], count: int, seed: int) -> list[Row]:
 def collect(methods: Sequence[Compared], count: int, trust: bool = False) -> dict[str, Any]:
     """What the page embeds: `count` attempts of one run of each method, or the reason why there are none.
 
-    A run is opened for this, and code that its recipe names is run only with `trust`.
+    A run is opened for this. Without `trust` no code that its recipe names is run and nothing is fetched, and data of
+    this machine is shown only where the run was trained on it.
     """
     vocabulary = Vocabulary()
     runs: list[dict[str, Any]] = []
@@ -181,10 +187,13 @@ def collect(methods: Sequence[Compared], count: int, trust: bool = False) -> dic
         notes: list[str] = []
         for run in method.runs.values():
             try:
-                boundary.require_trust(run.folder, boundary.code(run.recipe), trust)
-                found, about = _run(run, count, vocabulary, len(runs))
+                # Nothing is sampled, so the recipe's engine, which may ask servers, is not built.
+                named = [name for name in boundary.entrusted(run.recipe) if not name.startswith("engine.")]
+                boundary.require_trust(run.folder, named, trust)
+                found, about = _run(run, count, vocabulary, len(runs), trust)
             except PastError as error:
-                notes.append(f"{run.folder.name}: {error}")
+                # The first line alone: further ones may quote a file of this machine, and the page may be sent on.
+                notes.append(f"{run.folder.name}: {str(error).splitlines()[0]}")
                 continue
             trajectories += found
             runs.append({"method": method.label, "seed": run.seed, "note": " ".join(notes)} | about)
@@ -201,7 +210,9 @@ def collect(methods: Sequence[Compared], count: int, trust: bool = False) -> dic
     }
 
 
-def _run(run: Run, count: int, vocabulary: Vocabulary, index: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _run(
+    run: Run, count: int, vocabulary: Vocabulary, index: int, trust: bool
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     cycles = boundaries(run.folder)
     if not cycles:
         raise PastError(_nothing(run.folder))
@@ -211,13 +222,14 @@ def _run(run: Run, count: int, vocabulary: Vocabulary, index: int) -> tuple[list
             raise PastError(f"{path.name} is damaged: {problem}")
     shares = [count // len(cycles) + (i < count % len(cycles)) for i in range(len(cycles))]
     out: list[dict[str, Any]] = []
-    with session(config.load(run.folder / "recipe.toml")) as parts:
+    with session(config.load(run.folder / "recipe.toml", ["engine.name=torch"])) as parts:
+        _same_data(parts, checkpoint.folder(run.folder, cycles[0]), trust)
         problems = {p.id: p for p in parts.task.train()}
         scribe = _Scribe(parts, vocabulary)
         for cycle, share in zip(cycles, shares, strict=True):
             _load(parts, checkpoint.folder(run.folder, cycle))
-            rows = choose(_rows(run.folder / "rollouts", cycle), share, run.seed)
-            drawn = _rows(run.folder / "continuations", cycle)
+            rows = choose(_rows(run.folder / "rollouts", cycle, parts), share, run.seed)
+            drawn = _rows(run.folder / "continuations", cycle, parts)
             for row in rows:
                 if row["problem"] not in problems:
                     raise PastError(f"problem {row['problem']} is not among the task's any more")
@@ -243,14 +255,49 @@ def _load(parts: Session, path: Path) -> None:
     checkpoint.restore_method(path, checkpoint.read_state(path), parts.loop.method)
 
 
-def _rows(folder: Path, cycle: int) -> list[Row]:
+def _same_data(parts: Session, path: Path, trust: bool) -> None:
+    """Whoever made the run may have named any file of the reader's, in the hope to be sent the report."""
+    identity = checkpoint.read_state(path).get("identity")
+    if not trust and (not isinstance(identity, dict) or identity.get("task") != parts.task.identity):
+        raise PastError(
+            "the data that the recipe names is not, on this machine, what the run was trained on, so it is not shown; "
+            "where it is yours to show, use --trust"
+        )
+
+
+def _rows(folder: Path, cycle: int, parts: Session) -> list[Row]:
+    """The rows of a cycle, checked: the file may be damaged, or anybody's."""
     path = folder / f"cycle-{cycle:05d}.parquet"
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
+    plain(path, MOST)
     try:
-        return pq.read_table(path).to_pylist()
-    except (OSError, pa.ArrowException) as error:
+        with pq.ParquetFile(path) as file:
+            about = file.metadata
+            size = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
+            if about.num_rows > MOST_ROWS or size > MOST:
+                raise ValueError(f"{about.num_rows} rows of {size} bytes")
+            table = file.read(columns=SCHEMA.names).select(SCHEMA.names).cast(SCHEMA)
+        rows = table.to_pylist()
+        for row in rows:
+            _check(row, parts)
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, MemoryError, pa.ArrowException) as error:
         raise PastError(f"{path}: cannot be read ({error})") from None
+    return rows
+
+
+def _check(row: Row, parts: Session) -> None:
+    """Refuse a row that no run of this model wrote."""
+    missing = [name for name, value in row.items() if value is None]
+    if missing:
+        raise ValueError(f"a row without {missing[0]}")
+    ids = [*row["prompt_tokens"], *row["tokens"]]
+    if not row["prompt_tokens"] or len(ids) > parts.model.max_context:
+        raise ValueError(f"{len(ids)} tokens")
+    if not all(isinstance(id_, int) and 0 <= id_ < len(parts.model.head) for id_ in ids):
+        raise ValueError("ids that are not the tokenizer's")
+    if row["adapter"] not in ("base", *TRAINABLE) or row["trajectory"] < 0:
+        raise ValueError("a view that no run has")
 
 
 def _attempt(row: Row, problem: Problem) -> Attempt:

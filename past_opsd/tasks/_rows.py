@@ -17,6 +17,7 @@ from typing import IO, Any
 from urllib.parse import parse_qsl
 
 from past_opsd.config import HUB
+from past_opsd.reading import plain
 from past_opsd.types import PastError
 
 _LINES = (".jsonl", ".ndjson", ".json")
@@ -63,6 +64,8 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _file(path: Path, name: str, wanted: Wanted) -> Iterator[Row]:
+    if path.exists():
+        plain(path)
     if path.suffix.lower() == ".parquet":
         yield from _parquet(path, name, wanted)
     elif path.suffix.lower() in _TABLES:
@@ -205,6 +208,23 @@ def parse_hub(source: str) -> tuple[str, dict[str, str | None]]:
             + (f" ('{min(unknown)}' is unknown)" if unknown else "")
         )
     return name, _SETTINGS | given
+
+
+def on_disk(source: str) -> bool:
+    """Whether a source is on this machine already, or is none of the hub's."""
+    if not source.startswith(HUB):
+        return True
+    try:
+        name, settings = parse_hub(source)
+        if Path(name).exists():
+            return True
+        from huggingface_hub import snapshot_download
+
+        return bool(snapshot_download(name, repo_type="dataset", revision=settings["revision"], local_files_only=True))
+    except OSError:
+        return False
+    except (PastError, ValueError):
+        return True  # not even the name of one: nothing will be fetched
 
 
 def _hub(source: str, wanted: Wanted) -> Iterator[Row]:

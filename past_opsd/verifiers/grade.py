@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from past_opsd.config import plugin
 from past_opsd.files import whole
+from past_opsd.reading import plain, room
 from past_opsd.types import PastError, Problem, Response, Verdict
 from past_opsd.verifiers import Verifier
 
@@ -243,10 +244,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`past verify`."""
+    """`past verify`; a file without a row is a mistake."""
+    plain(args.file)
+    if args.out is not None:
+        room(args.out)
+        if args.out.exists() and args.out.samefile(args.file):
+            raise PastError(f"--out {args.out} is the file that is graded; give another name, so that both are kept")
     with _build(args.verifier, args.set) as verifier:
         summary = grade_file(args.file, args.out, verifier, skip_bad=args.skip_bad, protocol_field=args.protocol_field)
     print(render(summary))
+    if not summary.rows:
+        raise PastError(f"{args.file}: holds no row that can be graded; give JSON lines with `gold` and `prediction`")
     return 0
 
 

@@ -266,7 +266,7 @@ def _other_problems(run: Path) -> None:
         (_damage, "checkpoint-00000 is damaged: adapter_model.safetensors"),
         (_no_checkpoints, "no checkpoint of a cycle with rollouts is kept"),
         (_bad_parquet, "cycle-00000.parquet: cannot be read"),
-        (_other_problems, "is not among the task's any more"),
+        (_other_problems, "is not, on this machine, what the run was trained on"),
     ],
 )
 def test_a_run_that_cannot_be_read_again_says_why(harm: Any, words: str, copy: Path) -> None:
