@@ -196,7 +196,7 @@ class EvaluationSection(Section):
 class RunSection(Section):
     """Length, seed and what is kept."""
 
-    cycles: int = Field(100, ge=1, description="student updates; the only length knob")
+    cycles: int = Field(100, ge=1, lt=10**9, description="student updates; the only length knob")
     seed: int = Field(17, ge=0, description="training seed; every random draw derives from it")
     evaluation_seed: int = Field(
         0, ge=0, description="with the training seed decides evaluation draws, for all methods"
@@ -532,7 +532,7 @@ def _override(data: dict[str, Any], sources: dict[str, Source], text: str) -> No
         raise PastError(f"--set {text}: write it as --set section.key=value, e.g. --set run.cycles=20")
     try:
         parsed = tomllib.loads(f"v = {value}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         parsed = value.strip()
     tree: Any = parsed
     for part in reversed(parts):

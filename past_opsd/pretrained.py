@@ -7,10 +7,10 @@ in which loading can fail ends in one `PastError`.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import pickle
-import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from past_opsd.config import EMBEDDED as SHIPPED
 from past_opsd.config import ModelSection
 from past_opsd.lazy import Lazy
+from past_opsd.reading import MOST, plain, read_json
 from past_opsd.types import PastError
 
 if TYPE_CHECKING:
@@ -29,8 +30,7 @@ else:
     torch = Lazy("torch")
 
 PULLABLE = ("smollm2-135m",)
-_LOADING = (OSError, ValueError, ImportError, RuntimeError, KeyError, IndexError, SafetensorError, struct.error)
-_LOADING += (pickle.UnpicklingError,)  # nothing but tensors is read from a pickle
+_TEXTS = (".json", ".jinja", ".txt", ".model")
 
 
 def cache() -> Path:
@@ -145,20 +145,16 @@ def load_tokenizer(section: ModelSection) -> Any:
     """The model's own tokenizer."""
     source = locate(section.path, section.gguf_file)
     _need_gguf(source)
-    try:
+    with _loading("tokenizer", section.path, source):
         return _transformers().AutoTokenizer.from_pretrained(source.path, **_common(section, section.path, source))
-    except _LOADING as error:
-        raise PastError(_unloadable("tokenizer", section.path, source, error)) from None
 
 
 def read_config(section: ModelSection) -> Any:
     """The model's configuration alone: its shape, without a weight."""
     source = locate(section.path, section.gguf_file)
     _need_gguf(source)
-    try:
+    with _loading("configuration", section.path, source):
         return _transformers().AutoConfig.from_pretrained(source.path, **_common(section, section.path, source))
-    except _LOADING as error:
-        raise PastError(_unloadable("configuration", section.path, source, error)) from None
 
 
 def load_network(section: ModelSection, path: str, choice: Choice) -> tuple[Any, nn.Module]:
@@ -170,24 +166,23 @@ def load_network(section: ModelSection, path: str, choice: Choice) -> tuple[Any,
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # its tables would bury the one message
     try:
-        config = transformers.AutoConfig.from_pretrained(source.path, **common)
-        _refuse(config, path)
-        _still(config)
-        if source.gguf_file is not None and hasattr(transformers, "GgufConfig"):  # before, they were always unpacked
-            common["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            source.path,
-            config=config,
-            dtype={"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[choice.dtype],
-            attn_implementation=choice.attention,
-            device_map=choice.device_map,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below
-            **common,
-        )
-        network, report = loaded
-    except _LOADING as error:
-        raise PastError(_unloadable("causal language model", path, source, error)) from None
+        with _loading("causal language model", path, source):
+            config = transformers.AutoConfig.from_pretrained(source.path, **common)
+            _refuse(config, path)
+            _still(config)
+            if source.gguf_file is not None and hasattr(transformers, "GgufConfig"):  # before, always unpacked
+                common["quantization_config"] = transformers.GgufConfig(dequantize=True)
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                source.path,
+                config=config,
+                dtype={"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[choice.dtype],
+                attn_implementation=choice.attention,
+                device_map=choice.device_map,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below
+                **common,
+            )
+            network, report = loaded
     finally:
         transformers.logging.set_verbosity(verbosity)
     _complete(path, type(network).__name__, report)
@@ -201,6 +196,25 @@ def _transformers() -> Any:
 
     transformers.logging.disable_progress_bar()
     return transformers
+
+
+@contextmanager
+def _loading(what: str, path: str, source: Source) -> Iterator[None]:
+    """Whatever the libraries make of a folder's files, a failure is one message: damage makes them raise anything."""
+    folder = Path(source.path)
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if file.suffix in _TEXTS:
+            plain(file, MOST)
+    try:
+        yield
+    except PastError:
+        raise
+    except Exception as error:
+        raise PastError(_unloadable(what, path, source, error)) from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # what a library written in Rust ends in
+            raise
+        raise PastError(_unloadable(what, path, source, RuntimeError(str(error)))) from None
 
 
 def _common(section: ModelSection, path: str, source: Source) -> dict[str, Any]:
@@ -287,6 +301,7 @@ def _unloadable(what: str, path: str, source: Source, error: Exception) -> str:
 
 def _model_type(file: Path) -> str | None:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))["model_type"]
-    except (ValueError, KeyError, TypeError):
+        found = read_json(file)["model_type"]
+    except (PastError, KeyError, TypeError, IndexError):
         return None
+    return found if isinstance(found, str) else None

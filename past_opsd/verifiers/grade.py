@@ -267,7 +267,7 @@ def _build(name: str, settings: list[str]) -> Verifier:
             raise PastError(f"--set {setting}: write it as KEY=VALUE, e.g. --set timeout=2")
         try:
             values[key.strip()] = tomllib.loads(f"v = {value}")["v"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             values[key.strip()] = value.strip()
     try:
         options = module.Options(**values)
