@@ -108,10 +108,15 @@ def entrusted(recipe: config.Recipe) -> list[str]:
 def require_trust(run: Path, named: Sequence[str], trust: bool) -> None:
     """A run's folder may be somebody else's: what its recipe names is run, fetched or asked when a person says so."""
     if named and not trust:
-        hosts = f" (or name the servers in {HOSTS})" if any(name.startswith("engine.urls") for name in named) else ""
+        fetched = [name for name in named if name.endswith("from the hub")]
+        sent = [name for name in named if name.startswith("engine.urls")]
+        rest = [name for name in named if name not in fetched and name not in sent]
+        kinds = {"run code from outside the package": rest, "fetch": fetched, "send": sent}
+        would = "; ".join(f"{what}: {', '.join(names)}" for what, names in kinds.items() if names)
+        hosts = f" (or name the servers in {HOSTS})" if sent else ""
         raise PastError(
-            f"{run / 'recipe.toml'} would run code from outside the package, fetch files or send requests: "
-            f"{', '.join(named)}. Nothing of it was done. If it is yours, or you trust it, say so with --trust{hosts}"
+            f"{run / 'recipe.toml'} would {would}. Nothing of it was done. "
+            f"If it is yours, or you trust it, say so with --trust{hosts}"
         )
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import time
 import tomllib
 from collections.abc import Iterator
@@ -16,20 +18,24 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import small
+from conftest import Quiet, small
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from past_opsd import checkpoint, config
+from past_opsd import boundary, checkpoint, config, export, report, suite
 from past_opsd.evaluate import Evaluation
+from past_opsd.probes import probe
 from past_opsd.record import Recorder, read_lines
+from past_opsd.report import data, figures, page
+from past_opsd.shift import shift
 from past_opsd.tasks import dataset
 from past_opsd.tasks._columns import ALIASES, Loaded, Reading, load
-from past_opsd.train import Session, _restore, session
+from past_opsd.train import Session, _restore, session, train
 from past_opsd.types import PastError, Response, derive_seed
 from past_opsd.verifiers import _normalise, boxed_math
 from past_opsd.verifiers._extract import find_answer
 from past_opsd.verifiers.grade import grade_file
+from past_opsd.watch import Watched
 
 TIMES = int(os.environ.get("PAST_FUZZ", "1"))
 
@@ -500,3 +506,145 @@ def test_an_evaluation_of_any_kind(place: Path, content: Any):
     found = attempt(lambda: Evaluation.load(place / "step-00000.json"))
     if found is not None:
         found.summary([1])
+
+
+# A whole run, damaged in any way
+
+ODD: list[Any] = [None, True, "", "x", "NaN", -1, 0, 0.5, -0.5, 2**31, 2**63, 10**400, 1e308, -1e308, 1e-308, [], {}]
+ODD += [float("nan"), float("inf"), -float("inf"), [1], [[0, 1], [1]], {"a": 1}, "\ud800", "\0", "é" * 300, "<script>"]
+GARBAGE = [b"", b"\0" * 99, b"\xff\xfe\0", b"{", b"[]", b"null", b"{}", b"[" * 10**5, b'{"cycle": 0}\n', b"NaN\n"]
+VALUES = ["", "1", "-1", "true", '"x"', "nan", "1e400", "10" * 200, "[]", "{}", "[1, 2]", "1979-05-27", '"\\u0000"']
+NAMES = ["step-0.json", "step-x.json", "step--1.json", "step-" + "9" * 30 + ".json", "shift-x.json", "shift-9.json"]
+NAMES += ["cycle-x.parquet", "cycle-99999999999999999999.parquet"]
+Draw = random.Random
+
+
+def _numbers(run: Path, rng: Draw) -> None:
+    file = run / rng.choice(["metrics.jsonl", "timings.jsonl"])
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in rng.choices(lines, k=2):
+        key = rng.choice([*line, "cycle", "cycle", "peak_mib", "student/stepped", "cost/verifier_calls", "new/key"])
+        line[key] = rng.choice(ODD)
+        if rng.random() < 0.2:
+            del line[key]
+    lines = rng.choice([lines, lines, lines[::-1], lines * 2, lines[:0]])
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _json(run: Path, rng: Draw) -> None:
+    file = rng.choice([p for p in sorted(run.rglob("*.json")) if p.name != "adapter_config.json"])
+    tree = json.loads(file.read_text())
+    changed(tree, rng.choice([path for path in tables(tree) if path]), rng.choice([..., *ODD]))
+    file.write_text(json.dumps(tree))
+
+
+def _setting(run: Path, rng: Draw) -> None:
+    lines = (run / "recipe.toml").read_text().splitlines()
+    i = rng.choice([i for i, line in enumerate(lines) if "=" in line and not line.startswith("#")])
+    lines[i] = f"{lines[i].partition('=')[0]}= {rng.choice(VALUES)}"
+    (run / "recipe.toml").write_text("\n".join(lines) + "\n")
+
+
+def _column(run: Path, rng: Draw) -> None:
+    file = rng.choice([*sorted(run.glob("rollouts/*")), *sorted(run.glob("continuations/*"))])
+    table = pq.read_table(file)
+    name = rng.choice(table.column_names)
+    i, n = table.column_names.index(name), len(table)
+    values: list[Any] = rng.choice([[None], ["x"], [[]], [[2**31 - 1]], [[None]], [[0] * 5000], [-1], [10**15]])
+    pq.write_table(table.set_column(i, name, pa.array(values * n)) if rng.random() < 0.8 else table.drop(name), file)
+
+
+def _bytes(run: Path, rng: Draw) -> None:
+    file = _some(run, rng)
+    content = file.read_bytes()
+    at = rng.randrange(len(content) + 1)
+    file.write_bytes(
+        rng.choice([*GARBAGE, content[:at], content[:at] + bytes([rng.randrange(256)]) + content[at + 1 :]])
+    )
+
+
+def _kind(run: Path, rng: Draw) -> None:
+    file = _some(run, rng)
+    file.unlink()
+    make: list[Any] = [os.mkfifo, Path.mkdir, lambda path: None]
+    make += [lambda path, to=to: path.symlink_to(to) for to in ("/dev/zero", "/nonexistent", file)]
+    rng.choice(make)(file)
+
+
+def _name(run: Path, rng: Draw) -> None:
+    file = _some(run, rng)
+    shutil.copy(file, file.with_name(rng.choice(NAMES)))
+
+
+def _some(run: Path, rng: Draw) -> Path:
+    return rng.choice(sorted(p for p in run.rglob("*") if p.is_file()))
+
+
+DAMAGES = [_numbers, _numbers, _json, _json, _setting, _column, _bytes, _kind, _name]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with every record there is."""
+    run = tmp_path_factory.mktemp("made") / "run"
+    short = ["run.cycles=2", "evaluation.at=[0.0, 1.0]", "rollout.problems_per_cycle=3", "model.lora.rank=2"]
+    train(small("embedded/past", *short, "task.eval_problems=2", "run.keep_checkpoints=1"), run, False, Quiet())
+    with boundary.opened(run, 2) as at:
+        boundary.save(run, "step-00002", probe(at, boundary.pick(at.parts.loop.problems, 2, 0), 1, "train"))
+        boundary.save(run, "shift-00002", shift(at, 2, 2, 2))
+    return run
+
+
+def damaged(made: Path, place: Path, seed: int) -> Path:
+    rng = random.Random(seed)
+    run = place / f"damaged-{seed}"
+    shutil.copytree(made, run)
+    for damage in rng.sample(DAMAGES, rng.choice([1, 1, 1, 2])):
+        try:
+            damage(run, rng)
+        except (ValueError, pa.ArrowException, OSError):  # the other damage left nothing to damage here
+            continue
+    return run
+
+
+@pytest.mark.parametrize("seed", range(5 * TIMES))
+def test_a_run_damaged_in_any_way(made: Path, tmp_path: Path, seed: int):
+    """Report, comparison, card and page: each works or ends in one message, and none waits for ever."""
+    for i in range(10):
+        run = damaged(made, tmp_path, 10 * seed + i)
+        attempt(lambda run=run: figures.figures(data.find([run])))
+        attempt(lambda run=run: suite.row("a", "a", [run]))
+        attempt(lambda run=run: export.card(boundary.recipe_of(run), run, checkpoint.folder(run, 2), False))
+        attempt(lambda run=run: boundary.choose(run, None))
+        watched = Watched([run], lambda found: f"<head>{page.POLICY}</head><body>{len(data.find(found))}</body>")
+        assert "<body>" in watched.page()[1]
+        assert isinstance(watched.state().problem, str)
+        shutil.rmtree(run)
+
+
+@pytest.mark.parametrize("seed", range(1, 1 + TIMES))
+def test_a_damaged_run_is_drawn_or_told(made: Path, tmp_path: Path, seed: int):
+    """The whole page, with its panels and trajectories."""
+    rng = random.Random(seed)
+    run = Path(shutil.copytree(made, tmp_path / "run"))
+    for damage in (_numbers, _column):
+        damage(run, rng)
+    found = attempt(lambda: report.render(data.find([run]), trajectories=1))
+    assert found is None or found.startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("name", ["recipe.toml", "metrics.jsonl", "timings.jsonl", "evaluations/step-00002.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
+def test_what_never_ends_is_not_read(made: Path, tmp_path: Path, name: str, kind: str):
+    run = Path(shutil.copytree(made, tmp_path / "run"))
+    (run / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(run / name)
+    elif kind == "device":
+        (run / name).symlink_to("/dev/zero")
+    else:
+        with (run / name).open("wb") as file:
+            file.truncate(1 << 40)
+    with pytest.raises(PastError, match=f"{name}: (larger|cannot be read)|holds no run"):
+        data.find([run])
+    assert "<body>" in Watched([run], lambda found: f"<head>{page.POLICY}</head><body>{data.find(found)}").page()[1]

@@ -7,7 +7,9 @@ import json
 import pickle
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,7 +24,7 @@ from past_opsd.config import ModelSection, Recipe
 from past_opsd.model import Model, load_tokenizer
 from past_opsd.pretrained import hardware, load_network, read_config
 from past_opsd.prompts import Prompts
-from past_opsd.report import figures
+from past_opsd.report import data, figures, trajectories
 from past_opsd.report.data import find
 from past_opsd.tasks import dataset, embedded
 from past_opsd.train import assemble, train
@@ -389,3 +391,173 @@ def test_servers_are_for_this_machine_alone(tmp_path: Path):
         assert parser.get_default("host") == "127.0.0.1"
     words = serve.command(config.load("embedded/past"), parser.get_default("host"), 8000)
     assert words[words.index("--host") + 1] == "127.0.0.1"
+
+
+# What a stranger's recipe is given
+
+
+class Listener:
+    """A real server that keeps what it is sent, and sends those who ask on to another address."""
+
+    def __init__(self, onward: str = ""):
+        self.keys: list[str | None] = []
+        heard = self.keys
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                heard.append(self.headers.get("Authorization"))
+                self.send_response(302 if onward else 404)
+                self.send_header("Location", onward)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def rewritten(run: Path, target: Path, *settings: str) -> Path:
+    """A copy of a run whose recipe says something else."""
+    shutil.copytree(run, target)
+    (target / "recipe.toml").write_text(config.to_toml(config.load(run / "recipe.toml", settings)))
+    return target
+
+
+@pytest.fixture
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.delenv("PAST_VLLM_HOSTS", raising=False)
+
+
+@pytest.mark.usefixtures("key")
+def test_a_key_goes_to_no_server_of_a_strangers_recipe(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    with Listener() as theirs:
+        server = ["engine.name=vllm", "engine.mode=server", f"engine.urls=['{theirs.url}']"]
+        run = rewritten(finished, tmp_path / "run", *server)
+        for command in ("probe", "shift"):
+            assert cli.main([command, str(run)]) == 2
+            said = capsys.readouterr().err
+            assert f"engine.urls: prompts and VLLM_API_KEY to {theirs.url}" in said
+            assert "--trust (or name the servers in PAST_VLLM_HOSTS)" in said
+            assert "secret" not in said
+        (found,) = find([run])
+        browser = trajectories.collect(data.methods([found]), 1)
+        assert len(browser["trajectories"]) == 1  # read without the engine
+        assert export.export(run, run / "export").is_dir()
+        assert theirs.keys == []
+        for trust, hosts in ((True, ""), (False, theirs.url.removeprefix("http://")), (False, "a, 127.0.0.1")):
+            monkeypatch.setenv("PAST_VLLM_HOSTS", hosts)
+            with pytest.raises(PastError, match="no vLLM server answers"):
+                boundary.opened(run, 1, trust).__enter__()
+            assert theirs.keys.pop() == "Bearer secret"
+
+
+@pytest.mark.usefixtures("key")
+def test_a_key_does_not_follow_a_server_that_sends_it_on(finished: Path, tmp_path: Path):
+    with Listener() as other, Listener(other.url) as first:
+        server = ["engine.name=vllm", "engine.mode=server", f"engine.urls=['{first.url}']"]
+        run = rewritten(finished, tmp_path / "run", *server)
+        with pytest.raises(PastError, match="status 302"):
+            boundary.opened(run, 1, trust=True).__enter__()
+        assert (first.keys, other.keys) == (["Bearer secret"], [])
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://me:word@host:1",
+        "http://good.example@evil.example",
+        "http://h?key=word",
+        "http://h:99999",
+        "http://h:0",
+        "http://",
+        "ftp://h",
+        "http://h#word",
+        "http://[::1",
+        "http://h/\\u0000",
+        "http://h\\u0020x",
+    ],
+)
+def test_an_address_is_an_address_alone(url: str):
+    with pytest.raises(PastError, match=r"engine\.urls: .*(not an address like|no user, password)"):
+        config.load("embedded/past", ["engine.name=vllm", f'engine.urls=["{url}"]'])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "worker_cls='a.B'",
+        "worker_extension_cls='a.B'",
+        "tool_parser_plugin='x.py'",
+        "load_format='pt'",
+        "tokenizer_mode='custom'",
+        "hf_overrides={architectures=['x']}",
+        "middleware=['a.b']",
+        "tokenizer='x/y'",
+        "download_dir='/'",
+        "max_num_seqs='x'",
+        "seed=[1]",
+        "scheduler_cls='a.B'",
+        "compilation_config={level=3}",
+    ],
+)
+def test_an_argument_that_names_something_needs_trust(finished: Path, tmp_path: Path, setting: str):
+    run = rewritten(finished, tmp_path / "run", "engine.name=vllm", f"engine.arguments={{{setting}}}")
+    with pytest.raises(PastError, match=rf"engine\.arguments\.{setting.partition('=')[0]} = .*--trust"):
+        boundary.opened(run, 1).__enter__()
+
+
+def test_sizes_need_no_trust_and_names_are_written_one_way(small_recipe):
+    sizes = "engine.arguments={max_num_seqs=4, enforce_eager=true, tensor_parallel_size=2}"
+    assert boundary.entrusted(small_recipe("embedded/past", "engine.name=vllm", sizes)) == []
+    for name in ("trust-remote-code", "--worker-cls", "Worker_cls", "trust_remote_code", "a.b"):
+        with pytest.raises(PastError, match=r"engine\.arguments.*(how vLLM names|model\.trust_remote_code)"):
+            small_recipe("embedded/past", "engine.name=vllm", f"engine.arguments={{'{name}'=true}}")
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [("model.path=nobody/none", "model.path = 'nobody/none'"), ("model.expert=nobody/none", "model.expert")],
+)
+def test_nothing_is_fetched_for_a_strangers_recipe(finished: Path, tmp_path: Path, setting: str, named: str):
+    run = rewritten(finished, tmp_path / "run", setting)
+    for look in (lambda: boundary.opened(run, 1).__enter__(), lambda: export.export(run, run / "export", merge=True)):
+        with pytest.raises(PastError, match=rf"{named} .*from the hub.*--trust"):
+            look()
+
+
+def test_no_other_file_enters_a_strangers_recipe(finished: Path, tmp_path: Path):
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    secret = tmp_path / "secret.toml"
+    secret.write_text('description = "mine alone"\n')
+    text = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(f'extends = "{secret}"\n' + text.replace("description =", "# description ="))
+    assert config.load(run / "recipe.toml").description == "mine alone"
+    for look in (lambda: find([run]), lambda: boundary.recipe_of(run)):
+        with pytest.raises(PastError, match="does not follow 'extends'"):
+            look()
+
+
+def test_data_of_the_readers_is_shown_only_where_the_run_was_trained_on_it(finished: Path, tmp_path: Path):
+    """A stranger who guesses where a file lies is not sent it inside the report."""
+    mine = tmp_path / "mine.jsonl"
+    rows = [{"id": f"{i}", "problem": "secret", "solution": r"\boxed{1}"} for i in range(9)]
+    mine.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ["task.name=dataset", f"task.train={mine}", f"task.evaluation={{a='{mine}'}}"]
+    run = rewritten(finished, tmp_path / "run", *settings)
+    (found,) = find([run])
+    shown = trajectories.collect(data.methods([found]), 1)
+    assert "not, on this machine, what the run was trained on" in shown["runs"][0]["note"]
+    assert "secret" not in json.dumps(shown)
+    mine.write_text('{"problem": 5, "secret": 1}\n')
+    assert "secret" not in json.dumps(trajectories.collect(data.methods([found]), 1))
