@@ -188,6 +188,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    found: Any = None
     try:
         found = json.loads(line)
         wrong = _wrong(found)

@@ -282,10 +282,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
     server_version = "past"
     sys_version = ""
-    timeout = WAIT  # for each read and write
 
     def setup(self) -> None:
         super().setup()
+        self.connection.settimeout(WAIT)  # for each read and write
         # A client that sends a byte now and then never runs into the time-out of one read.
         self._alarm = threading.Timer(WAIT, self._hang_up)
         self._alarm.daemon = True

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,3 +136,108 @@ def test_eval_takes_a_model_and_benchmarks_instead_of_a_recipe(capsys, tmp_path:
     assert len(saved["tasks"]["aime24"]["outcomes"]) == 3
     code, _, err = run(capsys, "eval", "--model", "embedded")
     assert (code, "give a recipe, or --model and --benchmark" in err) == (2, True)
+
+
+# One message for what cannot be done
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "rows.jsonl").write_text('{"gold": "1", "prediction": "\\\\boxed{1}"}\n')
+    (tmp_path / "link.jsonl").symlink_to("rows.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    return tmp_path / "file"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("inspect embedded/past --dry --index 99999", "has 600 training examples, 0 to 599"),
+        ("inspect embedded/past --index -1", "counted from 0"),
+        ("demo --out file/x", "file is no folder"),
+        ("demo --out file", "is a file"),
+        ("demo --seeds 17,17", "each is given once"),
+        ("demo --seeds=", "whole numbers"),
+        ("compare --seeds=-1", "0 or more"),
+        ("compare --jobs -1", "give 1 or more"),
+        ("models pull smollm2-135m --to file/x", "file is no folder"),
+        ("report folder --out file/x", "file is no folder"),
+        ("report folder --out folder", "is a folder"),
+        ("report file", "no such folder"),
+        ("report folder", "holds no run"),
+        ("export folder --out file/x", "not a run folder"),
+        ("probe file", "not a run folder"),
+        ("watch file/x", "file is a file"),
+        ("verify empty.jsonl", "holds no row that can be graded"),
+        ("verify rows.jsonl --out rows.jsonl", "is the file that is graded"),
+        ("verify rows.jsonl --out link.jsonl", "is the file that is graded"),
+        ("verify rows.jsonl --out folder", "is a folder"),
+        ("verify pipe.jsonl", "a pipe"),
+        ("verify folder", "a folder"),
+        ("data check rows.jsonl --rows -1", "give 0 or more"),
+        ("data check pipe.jsonl", "a pipe"),
+        ("serve embedded/past --dry --port 65536", "1 to 65535"),
+        ("serve embedded/past --dry --port 0", "1 to 65535"),
+        ("show folder", "no recipe 'folder'"),
+        ("show pipe.jsonl", "no recipe"),
+        ("show embedded/past --set run.cycles=" + "9" * 5000, "run.cycles"),
+        ("show embedded/past --set run.cycles=" + "[" * 5000, "run.cycles"),
+        ("show embedded/past --set run=5", "run: input should be"),
+    ],
+)
+def test_what_cannot_be_done_is_one_message(capsys, file: Path, words: str, said: str):
+    before = sorted(file.parent.iterdir())
+    code, _, err = run(capsys, *words.split())
+    assert code == 2
+    assert err.startswith("past: ")
+    assert said in err
+    assert sorted(file.parent.iterdir()) == before
+
+
+def test_a_place_that_is_not_ours_to_write_is_told(capsys, file: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # a superuser may write anywhere
+    code, _, err = run(capsys, "demo", "--out", "folder/x")
+    assert (code, "not yours to write" in err) == (2, True)
+
+
+@pytest.mark.parametrize(("error", "said"), [(PermissionError(13, "Permission denied", "a"), "a: Permission denied")])
+def test_an_error_of_the_system_is_told(capsys, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str):
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(config, "shipped", fail)
+    assert run(capsys, "recipes")[::2] == (2, f"past: {said}\n")
+
+
+def test_a_bug_is_called_one(capsys, monkeypatch: pytest.MonkeyPatch):
+    def fail() -> None:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(config, "shipped", fail)
+    code, _, err = run(capsys, "recipes")
+    assert (code, err) == (70, "past: this is a bug of past (ZeroDivisionError: oh); PAST_DEBUG=1 shows where\n")
+    monkeypatch.setenv("PAST_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        main(["recipes"])
+
+
+def test_a_message_does_not_steer_the_terminal(capsys, tmp_path: Path):
+    (tmp_path / "a.toml").write_text('"\\u001b[2Jx" = 1\n')
+    code, _, err = run(capsys, "show", tmp_path / "a.toml")
+    assert code == 2
+    assert "\x1b" not in err
+    assert run(capsys, "show", "\udc80")[0] == 2
+
+
+def test_a_reader_that_goes_away_is_no_accident():
+    words = [sys.executable, "-m", "past_opsd.cli", "show", "embedded/past"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import json
 import os
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -15,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from past_opsd import models
 from past_opsd.config import LoraSection, ModelSection
 from past_opsd.model import Model, load_tokenizer, resolve
-from past_opsd.models import Pullable, convert, pull
+from past_opsd.models import Pullable, check, convert, pull
 from past_opsd.types import PastError, View
 
 gguf = pytest.importorskip("gguf", reason="GGUF needs pip install 'past-opsd[gguf]'")
@@ -307,3 +310,60 @@ def test_smollm2_is_the_real_model():
     answer = out[0, ids.shape[1] :]
     assert model.tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
     assert answer[-1] == model.tokenizer.eos_token_id
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(resolve("embedded"), tmp_path / "model"))
+
+
+GARBAGE = [b"", b"{", b"[]", b"null", b'"x"', b"1", b"\xff\xfe", b"[" * 10**5]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_of_a_model_is_one_message(folder: Path, name: str):
+    whole = (folder / name).read_bytes()
+    for content in (*GARBAGE, whole[: len(whole) // 2]):
+        (folder / name).write_bytes(content)
+        with contextlib.suppress(PastError):  # some files a model can do without
+            check(str(folder), "embedded/past")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(PastError, match=f"{name}: cannot be read \\(a pipe"):
+        check(str(folder), "embedded/past")
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        ("config.json", {"hidden_size": "x"}),
+        ("config.json", {"num_attention_heads": 0}),
+        ("config.json", {"model_type": 5}),
+        ("config.json", {"vocab_size": -1}),
+        ("config.json", {"max_position_embeddings": "x"}),
+        ("config.json", {"rope_parameters": 3}),
+        ("config.json", {"dtype": "no"}),
+        ("generation_config.json", {"eos_token_id": "x"}),
+        ("generation_config.json", {"temperature": "hot"}),
+        ("tokenizer_config.json", {"chat_template": 5}),
+        ("tokenizer_config.json", {"eos_token": {"a": 1}}),
+        ("tokenizer_config.json", {"tokenizer_class": 7}),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}),
+        ("tokenizer.json", {"model": {"type": "BPE"}}),
+        ("tokenizer.json", {"added_tokens": 5}),
+    ],
+)
+def test_a_wrong_setting_of_a_model_is_one_message(folder: Path, name: str, entries: dict[str, object]):
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | entries))
+    with contextlib.suppress(PastError):  # what the libraries make good is none
+        check(str(folder), "embedded/past")
+
+
+def test_weights_that_are_cut_off_and_a_missing_template_are_told(folder: Path):
+    (folder / "chat_template.jinja").unlink()
+    lines, errors = check(str(folder), "embedded/past")
+    assert (errors, "no chat template" in lines[-1]) == (1, True)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(PastError, match=r"a weights file .* is damaged"):
+        check(str(folder), "embedded/past")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import shutil
 import signal
 import socket
@@ -12,13 +13,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Quiet
 
-from past_opsd.report import page
+from past_opsd import watch
+from past_opsd.report import data, page
 from past_opsd.train import train
 from past_opsd.types import PastError
 from past_opsd.watch import LIVE_POLICY, Server, Watched, progress, serve
@@ -404,3 +407,111 @@ def test_a_page_follows_its_run_by_itself_and_keeps_what_the_reader_did(finished
         assert problems == []
     wait(lambda: badge.inner_text() == "past watch has stopped", shown)
     shown.close()
+
+
+def _write(name: str, text: str) -> Callable[[Path], Any]:
+    return lambda run: (run / name).write_text(text)
+
+
+def _pipe(name: str) -> Callable[[Path], Any]:
+    def make(run: Path) -> None:
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+
+    return make
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "recipe.toml: not valid TOML": _write("recipe.toml", "[run"),
+    "recipe.toml: run.cycles does not say": _write("recipe.toml", "run = 5\n"),
+    "recipe.toml: run.cycles does": _write("recipe.toml", "[run]\ncycles = '3'\n"),
+    "recipe.toml: cannot be read (not UTF-8": lambda run: (run / "recipe.toml").write_bytes(b"\xff"),
+    "metrics.jsonl: cannot be read (a pipe": _pipe("metrics.jsonl"),
+    "metrics.jsonl:1: not a line": _write("metrics.jsonl", "5\n"),
+    "'rollout/success' is no number": _write("metrics.jsonl", '{"cycle": 0, "rollout/success": "x"}\n'),
+    "do not tell what the run cost": _write("timings.jsonl", '{"cycle": 0}\n'),
+    "step-00000.json: not an evaluation": _write("evaluations/step-00000.json", "[]"),
+    "probes/step-00001.json: not a record": _write("probes/step-00001.json", "{}"),
+    "shift-00001.json: cannot be read (a pipe": _pipe("probes/shift-00001.json"),
+}
+
+
+@pytest.mark.parametrize("told", DAMAGE)
+def test_the_page_stays_up_and_says_what_is_damaged(finished: Path, tmp_path: Path, told: str):
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    (run / "probes").mkdir()
+    DAMAGE[told](run)
+    with running(serve([run])) as server:
+        assert told in unescape(get(server))
+        assert told in state(server)["problem"]
+
+
+def test_a_damaged_run_does_not_hide_the_others(finished: Path, tmp_path: Path):
+    for name in ("whole", "evaluations", "recipe"):
+        shutil.copytree(finished, tmp_path / name)
+    (tmp_path / "evaluations" / "evaluations" / "step-00000.json").write_text("[]")
+    (tmp_path / "recipe" / "recipe.toml").write_text("[run")
+    watched = Watched([tmp_path], lambda found: f"<head>{page.POLICY}</head>{[run.folder for run in data.find(found)]}")
+    assert f"[{(tmp_path / 'whole')!r}]" in watched.page()[1]
+    problem = watched.state().problem
+    assert "evaluations/step-00000.json: not an evaluation" in problem
+    assert "recipe/recipe.toml: not valid TOML" in problem
+
+
+def test_a_fault_while_drawing_is_told_and_the_server_stays(finished: Path):
+    def render(found):
+        raise ZeroDivisionError("drawn wrong")
+
+    with running(Server("127.0.0.1", 0, Watched([finished], render), 5.0)) as server:
+        assert "ZeroDivisionError: drawn wrong" in get(server)
+        assert state(server)["problem"] == "ZeroDivisionError: drawn wrong"
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "word", "header"]
+)
+def test_a_client_that_does_not_finish_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes):
+    monkeypatch.setattr(watch, "WAIT", 0.3)
+    with running(serve([tmp_path])) as server, _connected(server) as client:
+        client.sendall(sent)
+        assert state(server)["ready"] is False  # others are served meanwhile
+        assert client.recv(1) == b""
+
+
+def test_a_client_that_drips_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(watch, "WAIT", 0.5)
+    with running(serve([tmp_path])) as server, _connected(server) as client:
+        client.settimeout(0.05)
+        assert any(_is_over(client) for _ in range(600))
+
+
+def _connected(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.server_port), timeout=30)
+
+
+def _is_over(client: socket.socket) -> bool:
+    """Send one byte more; whether the other side is gone."""
+    try:
+        client.sendall(b"x")
+        return client.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_there_are_never_too_many_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(watch, "CLIENTS", 2)
+    with running(serve([tmp_path])) as server:
+        idle = [_connected(server) for _ in range(3)]
+        assert idle[2].recv(1) == b""
+        for client in idle:
+            client.close()
+
+
+def test_odd_requests_are_answered(tmp_path: Path):
+    with running(serve([tmp_path])) as server:
+        own = f"localhost:{server.server_port}"
+        assert request(server, path="http://[", host=own)[0] == 404
+        assert request(server, path="/" + "x" * 70000, host=own)[0] == 414
+        assert request(server, host=own + "\t" * 70000)[0] == 431

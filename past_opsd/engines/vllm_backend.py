@@ -87,14 +87,11 @@ class Options(BaseModel):
                 parts = urlsplit(url)
                 named = bool(parts.hostname) and parts.port != 0
             except ValueError:
-                named = False
+                raise ValueError(f"'{url}' is not an address like http://127.0.0.1:8000") from None
             if not named or not url.startswith(("http://", "https://")) or not url.isprintable() or " " in url:
                 raise ValueError(f"'{url}' is not an address like http://127.0.0.1:8000")
             if "@" in parts.netloc or parts.query or parts.fragment:
-                raise ValueError(
-                    f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}: an address has no user, password or question "
-                    "in it; a key is taken from VLLM_API_KEY"
-                )
+                raise ValueError("an address has no user, password or question in it; a key is taken from VLLM_API_KEY")
         return [url.rstrip("/") for url in urls]
 
     @field_validator("arguments")

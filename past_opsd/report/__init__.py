@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or args.runs[0] / "report" / "index.html"
     if out.is_dir():
         raise PastError(f"--out {out} is a folder; give the name of a file, e.g. {out / 'index.html'}")
-    room(out)
+    if args.out is not None:
+        room(out)
     began = time.monotonic()
     for folder in args.runs:
         enclosed(folder)
