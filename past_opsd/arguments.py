@@ -19,7 +19,9 @@ def recipe(parser: ArgumentParser, *, optional: bool = False) -> None:
 def trust(parser: ArgumentParser) -> None:
     """The option of every command that opens a run."""
     parser.add_argument(
-        "--trust", action="store_true", help="run code that the run's recipe names (modules, trust_remote_code)"
+        "--trust",
+        action="store_true",
+        help="do what the run's recipe names: run its modules, fetch its model or data, send requests to its servers",
     )
 
 
