@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import SMALL
 
-from past_opsd import config
-from past_opsd.cli import main
+from past_opsd import __version__, config
+from past_opsd.bench import BENCHMARKS
+from past_opsd.cli import COMMANDS, build_parser, main
 
 SETS = [argument for setting in SMALL for argument in ("--set", setting)]
 
@@ -241,3 +242,74 @@ def test_a_reader_that_goes_away_is_no_accident():
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+COMMAND_NAMES = [command.name for commands in COMMANDS.values() for command in commands]
+HEAVY = ["torch", "transformers", "peft", "sympy", "math_verify", "latex2sympy2_extended"]
+HEAVY += ["pyarrow", "numpy", "matplotlib", "jinja2", "vllm"]
+QUICK = """
+import json, sys
+from past_opsd.cli import main
+for words in json.loads(sys.argv[1]):
+    try:
+        code = main(words)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 0, (words, code)
+    loaded = [name for name in json.loads(sys.argv[2]) if name in sys.modules]
+    assert not loaded, (words, loaded)
+"""
+
+
+def test_what_only_reads_loads_no_heavy_library():
+    inner = [[*c.split(), "--help"] for c in ("models pull", "models list", "models check", "data check")]
+    inner += [["bench", kind, "--help"] for kind in BENCHMARKS]
+    help_ = [["--help"], ["--version"], *([name, "--help"] for name in COMMAND_NAMES), *inner]
+    rest = [["recipes"], ["models", "list"], ["completion", "zsh"], ["completion", "--words", "show", ""]]
+    rest += [["show", name] for name in ("embedded/past", "embedded/h2sd", "embedded/opd", "scale/qwen3-8b-8gpu")]
+    words = json.dumps([*help_, *rest])
+    subprocess.run([sys.executable, "-c", QUICK, words, json.dumps(HEAVY)], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_no_shipped_module_with_options_loads_a_heavy_library():
+    folder = Path(config.__file__).parent
+    modules = [
+        p for kind in config.PLUGINS.values() for p in (folder / kind).glob("*.py") if "Options" in p.read_text()
+    ]
+    names = [".".join(p.relative_to(folder.parent).with_suffix("").parts) for p in modules]
+    assert len(names) > 15
+    code = f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\n"
+    code += f"loaded = [name for name in {HEAVY} if name in sys.modules]\nassert not loaded, loaded"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_help_is_grouped_by_task_with_examples_and_fits_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(capsys)
+    assert code == 2
+    for group, commands in COMMANDS.items():
+        assert f"\n{group}, e.g. past {commands[0].name}" in out
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == COMMAND_NAMES
+    pages = [out]
+    for name in COMMAND_NAMES:
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        pages.append(capsys.readouterr().out)
+        assert f"\nexample:\n  past {name}" in pages[-1]
+    assert [line for page in pages for line in page.splitlines() if len(line) > 80] == []
+
+
+def test_examples_are_understood():
+    for commands in COMMANDS.values():
+        for command in commands:
+            words = command.line.split()[1:]
+            assert build_parser(words[0]).parse_args(words).run is not None
+
+
+def test_the_package_runs_as_a_module(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "past_opsd", "--version"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (0, f"past-opsd {__version__}\n")
+    done = subprocess.run([sys.executable, "-m", "past_opsd", "show", "none"], capture_output=True, cwd=tmp_path)
+    assert done.returncode == 2
