@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-portable test-vllm triton chaos check format bench clean
+.PHONY: demo test test-portable test-vllm wheel-test triton chaos check format bench clean
 
 demo: $(READY)
 	$(BIN)/past demo
@@ -56,6 +56,10 @@ $(VENV)-bench/.ready: pyproject.toml constraints.txt
 # lm-evaluation-harness is there too: it loads what 'past export' writes.
 test-vllm: $(VENV)-vllm/.ready
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest tests/engines tests/test_serve.py tests/test_export.py
+
+# What a user gets: the wheel in a new environment outside this folder, used from an empty one.
+wheel-test:
+	PYTHON=$(PYTHON) scripts/wheel_test.sh
 
 # With Triton there, `make test` runs the loss's GPU kernel too, in Triton's interpreter.
 triton: $(READY)

@@ -228,7 +228,7 @@ def _common(section: ModelSection, path: str, source: Source) -> dict[str, Any]:
 
 def _need_gguf(source: Source) -> None:
     if source.gguf_file is not None and importlib.util.find_spec("gguf") is None:
-        raise PastError(f"reading {source.gguf_file} needs the gguf package: pip install 'past-opsd[gguf]'")
+        raise PastError(f"reading {source.gguf_file} needs the gguf package: pip install gguf")
 
 
 def _refuse(config: Any, path: str) -> None:

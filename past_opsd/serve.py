@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry:
         print(" ".join([*(f"{key}={shlex.quote(value)}" for key, value in variables.items()), shlex.join(words)]))
     elif importlib.util.find_spec("vllm") is None:
-        raise PastError("'past serve' needs vLLM in this environment; docs/vllm.md says how to install it")
+        raise PastError("'past serve' needs vLLM here: pip install 'past-opsd[vllm]'; see docs/vllm.md")
     else:
         os.execve(words[0], words, os.environ | variables)
     return 0

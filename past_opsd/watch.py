@@ -348,7 +348,7 @@ def _inject(html: str, version: str, every: float) -> str:
 def serve(paths: Sequence[Path], host: str = "127.0.0.1", port: int = 0, every: float = 5.0) -> Server:
     """A server that is bound and not yet running."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise PastError("the report's figures need matplotlib: pip install 'past-opsd[report]'")
+        raise PastError("the report's figures need matplotlib: pip install matplotlib")
     return Server(host, port, Watched(paths, _report), every)
 
 

@@ -56,4 +56,4 @@ def test_the_engines_arguments_become_flags(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_without_vllm_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["serve", "embedded/past"]) == 2
-    assert "needs vLLM in this environment" in capsys.readouterr().err
+    assert "needs vLLM here" in capsys.readouterr().err

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if args.vocabulary < 64 or args.hidden % (2 * HEADS):
         raise PastError(f"--vocabulary must be at least 64 and --hidden a multiple of {2 * HEADS}")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise PastError("--plot needs matplotlib: pip install 'past-opsd[report]'")
+        raise PastError("--plot needs matplotlib: pip install matplotlib")
     points = measure(Setup(sizes, args.threads, args.budget, args.loss_mib), args.factors, args.repeats)
     print(report(points, args))
     if args.out:

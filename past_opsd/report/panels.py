@@ -63,7 +63,7 @@ def _matplotlib(salt: str) -> Iterator[None]:
     try:
         import matplotlib.style
     except ImportError:
-        raise PastError("figures need matplotlib: pip install 'past-opsd[report]'") from None
+        raise PastError("figures need matplotlib: pip install matplotlib") from None
     with matplotlib.style.context(["default", style.RC | {"svg.hashsalt": salt}]):
         yield
 

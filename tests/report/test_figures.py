@@ -356,7 +356,7 @@ def test_without_matplotlib_the_message_names_the_extra(
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     made = figures.figures(runs)
-    with pytest.raises(PastError, match=re.escape("pip install 'past-opsd[report]'")):
+    with pytest.raises(PastError, match=re.escape("pip install matplotlib")):
         figures.svg(made[0].panels[0])
-    with pytest.raises(PastError, match=re.escape("pip install 'past-opsd[report]'")):
+    with pytest.raises(PastError, match=re.escape("pip install matplotlib")):
         figures.save(made[0], tmp_path)

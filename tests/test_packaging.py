@@ -1,0 +1,85 @@
+"""What the package imports and ships, against what pyproject.toml declares."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "past_opsd"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NOT_FOR_USERS = ("dev", "bench")
+
+# Imported by nothing but code that has looked whether the extra is there.
+ONLY_WITH = {"fused_triton.py": "triton", "engines/vllm_logits.py": "vllm", "verifiers/_gym.py": "tasks"}
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^\w.-]", text)[0].lower().replace("-", "_") for text in requirements}
+
+
+PLAIN = names(PROJECT["dependencies"])
+EXTRAS = {extra: names(found) for extra, found in PROJECT["optional-dependencies"].items()}
+
+
+def imports(nodes: list[ast.stmt], inside: bool) -> Iterator[tuple[str, bool]]:
+    """Packages that are imported, by statement or as `Lazy("name")`, and whether that waits for a call."""
+    for node in nodes:
+        for part in ast.walk(node) if inside else [node]:
+            if isinstance(part, ast.Import):
+                yield from ((alias.name, inside) for alias in part.names)
+            elif isinstance(part, ast.ImportFrom):
+                yield part.module or "", inside
+            elif isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id == "Lazy":
+                yield part.args[0].value, True  # type: ignore[attr-defined]
+        if not inside:
+            bodies = [getattr(node, field, []) for field in ("body", "orelse", "finalbody")]
+            deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign)
+            yield from imports([node] if deferred else [part for body in bodies for part in body], deferred)
+
+
+def imported(file: Path) -> set[tuple[str, bool]]:
+    found = {(name.split(".")[0], inside) for name, inside in imports(ast.parse(file.read_text()).body, False)}
+    return {(name, inside) for name, inside in found if name not in sys.stdlib_module_names and name != "past_opsd"}
+
+
+FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_import_is_declared(file: str):
+    users = set().union(*(found for extra, found in EXTRAS.items() if extra not in NOT_FOR_USERS))
+    here = EXTRAS[ONLY_WITH[file]] if file in ONLY_WITH else set()
+    for name, inside in imported(PACKAGE / file):
+        assert name in PLAIN | here | (users if inside else set()), f"{file} imports {name}"
+
+
+def test_every_plain_dependency_is_used():
+    used = {name for file in FILES for name, _ in imported(PACKAGE / file)}
+    assert PLAIN - used == {"gguf", "pip"}  # transformers imports the one, 'past models pull' runs the other
+
+
+def test_messages_name_extras_that_exist():
+    texts = [path.read_text() for path in [*PACKAGE.rglob("*.py"), ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]]
+    lists = [found for text in texts for found in re.findall(r"past-opsd\[([a-z,]+)\]", text)]
+    named = {extra for found in lists for extra in found.split(",")}
+    assert named <= set(EXTRAS)
+    assert {"vllm", "data", "tasks"} <= named
+
+
+def test_every_extra_is_in_the_readme():
+    table = (ROOT / "README.md").read_text()
+    assert [extra for extra in EXTRAS if extra not in NOT_FOR_USERS and f"| `{extra}` |" not in table] == []
+
+
+def test_every_data_file_is_shipped():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["past_opsd"]
+    shipped = {path for pattern in settings for path in PACKAGE.glob(pattern) if path.is_file()}
+    there = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert there - shipped == set()
