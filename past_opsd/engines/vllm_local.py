@@ -95,7 +95,9 @@ def _start(chosen: dict[str, Any]) -> Any:
         try:
             from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
         except ImportError as error:
-            raise PastError(f"engine.name = 'vllm' needs vLLM ({error}): pip install 'past-opsd[vllm]'; see docs/vllm.md") from None
+            raise PastError(
+                f"engine.name = 'vllm' needs vLLM ({error}): pip install 'past-opsd[vllm]'; see docs/vllm.md"
+            ) from None
         try:
             return LLM(**chosen)
         except (RuntimeError, ValueError, TypeError, OSError) as error:

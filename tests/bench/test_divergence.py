@@ -9,13 +9,14 @@ import sys
 import pytest
 import torch
 
+from past_opsd.bench import BENCHMARKS
 from past_opsd.bench import divergence as bench
 from past_opsd.types import PastError
 
 
 def arguments(*words):
     parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
+    BENCHMARKS["divergence"][1](parser)
     return parser.parse_args(words)
 
 

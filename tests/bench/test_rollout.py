@@ -6,12 +6,12 @@ import re
 import pytest
 import torch
 
-from past_opsd.bench import rollout
+from past_opsd.bench import BENCHMARKS, rollout
 
 
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    rollout.add_arguments(parser)
+    BENCHMARKS["rollout"][1](parser)
     return parser.parse_args(words)
 
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from past_opsd.bench import scaling
+from past_opsd.bench import BENCHMARKS, scaling
 from past_opsd.model import Model
 from past_opsd.types import PastError
 
@@ -20,7 +20,7 @@ SETUP = scaling.Setup(SIZES, threads=1, budget=64, loss_mib=1)
 
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    scaling.add_arguments(parser)
+    BENCHMARKS["scaling"][1](parser)
     return parser.parse_args(words)
 
 

@@ -7,13 +7,13 @@ import re
 
 import pytest
 
-from past_opsd.bench import shared
+from past_opsd.bench import BENCHMARKS, shared
 from past_opsd.types import PastError
 
 
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    shared.add_arguments(parser)
+    BENCHMARKS["shared"][1](parser)
     return parser.parse_args(words)
 
 

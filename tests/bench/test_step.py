@@ -8,7 +8,7 @@ import re
 import pytest
 
 from past_opsd import config
-from past_opsd.bench import step
+from past_opsd.bench import BENCHMARKS, step
 from past_opsd.bench._ours import Plan, Step
 from past_opsd.bench._worker import serve
 from past_opsd.model import load_tokenizer
@@ -20,7 +20,7 @@ SMALL = ("--recipes", "embedded", "--group", "3", "--prompts", "2", "--tokens", 
 
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    step.add_arguments(parser)
+    BENCHMARKS["step"][1](parser)
     return parser.parse_args(words)
 
 
