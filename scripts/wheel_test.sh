@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 repository=$PWD
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+trap '[ -z "${watch:-}" ] || kill "$watch"; rm -rf "$work"' EXIT
 pip_() { "$1/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "${@:2}"; }
 
 "${PYTHON:-python3}" -m venv "$work/build"
@@ -44,7 +44,6 @@ test -s report.html
 past watch runs/demo >url &
 watch=$!
 for _ in $(seq 100); do [ -s url ] && break; sleep 0.3; done
-python -c 'import sys, urllib.request as r; print("past watch:", len(r.urlopen(sys.argv[1]).read()), "bytes")' "$(cut -d' ' -f1 url)"
-kill -INT "$watch"
-wait "$watch" || true
+python -c 'import sys, urllib.request as r; print("past watch:", len(r.urlopen(sys.argv[1]).read()), "bytes")' \
+    "$(cut -d' ' -f1 url)"
 echo "the wheel works"
