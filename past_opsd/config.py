@@ -1,8 +1,8 @@
 """Recipes: strict TOML files, one per experiment, validated before anything runs.
 
-A recipe may extend another (`extends = "base.toml"`, beside it, or a shipped recipe by name); its own keys win.
-`--set a.b=c` overrides win over both. An unknown key, a wrong type or an impossible combination is one
-`PastError` that names the file, the line, the key and the nearest known key.
+A recipe may extend another (`extends = "base.toml"`, beside it, or a shipped recipe by name); its own keys win, and
+everything but the description is inherited. `--set a.b=c` overrides win over both. An unknown key, a wrong type or an
+impossible combination is one `PastError` that names the file, the line, the key and the nearest known key.
 
 The sections `method`, `task`, `verifier` and `engine` are chosen by `name`: the module
 `past_opsd.<kind>s.<name>` (or a dotted path to a module of the user's) holds a pydantic model `Options` with the
@@ -471,6 +471,7 @@ def _read(path: Path, imports: bool = True) -> tuple[dict[str, Any], dict[str, S
         layers.append((table, _lines(text, str(current))))
         current = _parent(current, parent) if parent is not None else None
     for table, lines in reversed(layers):
+        data.pop("description", None)  # what a parent says of itself is not true of its child
         _merge(data, table, Recipe, imports)
         sources.update(lines)
     return data, sources

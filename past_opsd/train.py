@@ -311,7 +311,7 @@ def _restore(parts: Session, folder: Path, display: Display) -> int:
             "machines share"
         )
     saved, current = checkpoint.read_state(path).get("identity"), parts.identity
-    changes = differences(saved, current)
+    changes = [line for line in differences(saved, current) if not line.startswith("recipe.description: ")]
     if changes:
         lines = "\n".join(f"  {line}" for line in changes)
         raise PastError(f"{folder} was started with another setup; to continue it, restore what it had:\n{lines}")
