@@ -23,7 +23,7 @@ from past_opsd.evaluate import Evaluation
 from past_opsd.files import FOLDERS, write_text
 from past_opsd.marked import replacing
 from past_opsd.model import Model, in_order
-from past_opsd.pretrained import load_tokenizer, resolve
+from past_opsd.pretrained import SHIPPED, hub_id, load_tokenizer, resolve
 from past_opsd.reading import room
 from past_opsd.stats import bootstrap
 from past_opsd.types import PastError, derive_seed
@@ -98,9 +98,10 @@ def _merged(recipe: Recipe, source: Path, out: Path) -> None:
 def card(recipe: Recipe, run: Path, source: Path, merge: bool) -> str:
     """The model card: what was trained, on what, and how it scored before and after."""
     step = int(source.name.rpartition("-")[2])
+    hub = hub_id(recipe.model.path)
     lines = [
         "---",
-        f"base_model: {recipe.model.path}",
+        *([f"base_model: {hub}"] if hub else []),
         "library_name: " + ("transformers" if merge else "peft"),
         "pipeline_tag: text-generation",
         f"tags: [past-opsd, on-policy-self-distillation, {recipe.method.name}]",
@@ -108,7 +109,7 @@ def card(recipe: Recipe, run: Path, source: Path, merge: bool) -> str:
         f"# {recipe.name}, after {step} updates",
         "",
         f"{'The base model with the student merged in' if merge else 'A LoRA adapter'}: the student of a "
-        f"`{recipe.method.name}` run on `{recipe.model.path}`, seed {recipe.run.seed}, made with past-opsd. "
+        f"`{recipe.method.name}` run on {_base(recipe, hub)}, seed {recipe.run.seed}, made with past-opsd. "
         "It reads the problem alone; no reference solution is needed to use it.",
         "",
         *_scores(run, step),
@@ -131,6 +132,17 @@ def card(recipe: Recipe, run: Path, source: Path, merge: bool) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _base(recipe: Recipe, hub: str | None) -> str:
+    """The base model in words: where a reader finds it, or that it is local."""
+    path, revision = recipe.model.path, f" at revision `{recipe.model.revision}`" if recipe.model.revision else ""
+    if hub == path:
+        return f"[{hub}](https://huggingface.co/{hub}){revision}"
+    if hub is not None:
+        return f"a local copy of [{hub}](https://huggingface.co/{hub}){revision} (`{path}`)"
+    shipped = "that comes with past-opsd" if path in SHIPPED else "in a folder or file of the machine that trained it"
+    return f"the local model `{path}`, {shipped}; it has no id on the hub"
 
 
 def _scores(run: Path, step: int) -> list[str]:

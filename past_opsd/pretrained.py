@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ else:
     torch = Lazy("torch")
 
 PULLABLE = ("smollm2-135m",)
+ORIGINS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # what a pulled model is on the hub
 _TEXTS = (".json", ".jinja", ".txt", ".model")
 
 
@@ -62,6 +64,22 @@ def on_disk(path: str, revision: str | None = None) -> bool:
         return False
     except ValueError:
         return True  # not even the name of one: nothing will be fetched
+
+
+def hub_id(path: str) -> str | None:
+    """What a model is called on the hub: as given, what a pulled model or a folder of the hub's cache came from.
+
+    None for a model that only this machine knows: a shipped one, a folder, a file.
+    """
+    if path in SHIPPED:
+        return None
+    if path in ORIGINS and not Path(path).exists():
+        return ORIGINS[path]
+    cached = re.search(r"models--([^/]+?)--([^/]+)/snapshots(/|$)", Path(path).as_posix())
+    if cached:
+        return f"{cached[1]}/{cached[2]}"
+    named = re.fullmatch(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", path)
+    return path if named and not path.endswith(".gguf") and not Path(path).exists() else None
 
 
 @dataclass(frozen=True)
