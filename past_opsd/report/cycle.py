@@ -12,20 +12,27 @@ from past_opsd.report import data
 from past_opsd.report.data import Method, Traces
 from past_opsd.report.learning import samples_text
 from past_opsd.report.panels import Figure, Panel
-from past_opsd.report.style import FG, SERIES, is_past
+from past_opsd.report.style import BAD, FG, GOOD, STUDENT, TEACHER, Spot, is_past
 from past_opsd.report.teaching import adapting
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-STUDENT, TEACHER, RIGHT, WRONG = SERIES[0], SERIES[1], SERIES[2], SERIES[3]
 _SIZE = (4.2, 5.06)
 _LEFT, _RIGHT = 0.35, 4.14
+_FAILED = (
+    "teacher continuations",
+    "continuations verified",
+    "groups mixed",
+    "groups skipped",
+    "KL to the student",
+)
+_DISTILLED = ("student steps", "distillation KL")
 
 
 @dataclass(frozen=True)
 class Box:
-    """Place in inches, colour, heading and lines."""
+    """Place in inches, colour, heading, lines, and the totals that belong to it."""
 
     x: float
     width: float
@@ -34,6 +41,7 @@ class Box:
     colour: str
     title: str
     lines: tuple[str, ...]
+    about: tuple[str, ...]
 
 
 def method(methods: Sequence[Method]) -> Figure | None:
@@ -53,11 +61,17 @@ def method(methods: Sequence[Method]) -> Figure | None:
     )
     seeds = f", means over {len(chosen.runs)} seeds" if len(chosen.runs) > 1 else ""
     caption = (
-        f"One cycle: the verifier routes complete student responses to two branches that adapt one privileged teacher, "
-        f"which is then distilled on the student's own prefixes. Numbers are totals of {chosen.label}{seeds}; "
-        "arrows in numbers go from the first to the last fifth of the cycles."
+        f"One cycle: the verifier routes complete student responses to {_branches(totals)} one privileged teacher, "
+        f"which is then distilled on the student's own prefixes. Numbers are totals of {chosen.label}{seeds}"
     )
+    caption += "; arrows go from the first to the last fifth of the cycles." if "→" in str(totals) else "."
     return Figure("past-method", "fig:past-method", "The cycle with its totals", caption, [panel], "cycle")
+
+
+def _branches(totals: dict[str, str]) -> str:
+    used = {"correct": "correct-branch KL" in totals, "failed": "teacher continuations" in totals}
+    names = [name for name, there in used.items() if there]
+    return f"the {names[0]} branch, which adapts" if len(names) == 1 else "two branches that adapt"
 
 
 def _totals(method: Method) -> dict[str, str]:
@@ -128,13 +142,15 @@ def _boxes(totals: dict[str, str]) -> list[Box]:
     sampled = say("{} responses to the problem alone", "student responses")
     full = (_LEFT, _RIGHT - _LEFT)
     half = (_RIGHT - _LEFT - 0.16) / 2
+    verified = say("{} verified correct", "responses verified")
+    steps = say("{} optimizer steps", "teacher steps")
     return [
-        Box(*full, 4.4, 0.6, STUDENT, "Student samples", sampled),
-        Box(*full, 3.47, 0.6, FG, "Verifier routes", say("{} verified correct", "responses verified")),
-        Box(_LEFT, half, 2.06, 1.08, RIGHT, "Correct: preserve", correct or ("not used",)),
-        Box(_RIGHT - half, half, 2.06, 1.08, WRONG, "Failed: improve", failed or ("not used",)),
-        Box(*full, 1.13, 0.6, TEACHER, "One teacher adapts", say("{} optimizer steps", "teacher steps")),
-        Box(*full, 0.06, 0.74, STUDENT, "Student distills", _last(totals, score)),
+        Box(*full, 4.4, 0.6, STUDENT, "Student samples", sampled, ("cycles", "student responses")),
+        Box(*full, 3.47, 0.6, FG, "Verifier routes", verified, ("responses verified",)),
+        Box(_LEFT, half, 2.06, 1.08, GOOD, "Correct: preserve", correct or ("not used",), ("correct-branch KL",)),
+        Box(_RIGHT - half, half, 2.06, 1.08, BAD, "Failed: improve", failed or ("not used",), _FAILED),
+        Box(*full, 1.13, 0.6, TEACHER, "One teacher adapts", steps, ("teacher steps",)),
+        Box(*full, 0.06, 0.74, STUDENT, "Student distills", _last(totals, score), (*_DISTILLED, score)),
     ]
 
 
@@ -143,7 +159,7 @@ def _last(totals: dict[str, str], score: str) -> tuple[str, ...]:
     return (*lines, f"{score} {totals[score]}") if score else lines
 
 
-def _draw(ax: Axes, totals: dict[str, str]) -> None:
+def _draw(ax: Axes, totals: dict[str, str]) -> list[Spot]:
     ax.set_axis_off()
     ax.set_xlim(0, _SIZE[0])
     ax.set_ylim(0, _SIZE[1])
@@ -165,6 +181,15 @@ def _draw(ax: Axes, totals: dict[str, str]) -> None:
     ax.plot([_LEFT, 0.16, 0.16], [bottom, bottom, top], color=FG, lw=1, solid_joinstyle="round")
     _arrow(ax, (0.16, top), (_LEFT, top))
     ax.text(0.06, (bottom + top) / 2, "next cycle", rotation=90, ha="center", va="center")
+    return [
+        Spot(
+            box.title,
+            [(name, "", totals[name]) for name in box.about if name in totals],
+            [(box.x, box.y + box.height), (box.x + box.width, box.y)],
+            "area",
+        )
+        for box in boxes
+    ]
 
 
 def _draw_box(ax: Axes, box: Box) -> None:

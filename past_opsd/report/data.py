@@ -224,6 +224,12 @@ def scores(method: Method, key: str, missing: float | None = None) -> dict[int, 
     return found
 
 
+def last_step(method: Method) -> int | None:
+    """The last boundary that most seeds reached, so that an unfinished seed does not stand for the method."""
+    steps = [step for run in method.runs.values() for step in run.evaluations]
+    return max(steps, key=lambda step: (steps.count(step), step), default=None)
+
+
 def change(traces: Traces) -> dict[int, dict[int, float]]:
     """Each seed's difference to its own value at 0; seeds without one are left out."""
     return {seed: {x: v - values[0] for x, v in values.items()} for seed, values in traces.items() if 0 in values}

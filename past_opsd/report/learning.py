@@ -8,17 +8,19 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from past_opsd.evaluate import Evaluation
-from past_opsd.report import data
+from past_opsd.report import answers, data
 from past_opsd.report.data import Method, Traces
 from past_opsd.report.panels import Figure, Panel, slug
 from past_opsd.report.style import (
-    FG,
     MOST_LINES,
     MOST_MARKS,
     MOST_RAW,
     MOST_ROWS,
+    OTHER,
+    SERIES,
     Line,
     Quantity,
+    Spot,
     draw_lines,
     half_window,
     has_bands,
@@ -38,6 +40,7 @@ def curve(
     title: str,
     lines: Sequence[Line],
     quantity: Quantity,
+    about: str = "",
     *,
     x: str = UPDATES,
     smooth: bool = False,
@@ -45,31 +48,33 @@ def curve(
     level: float | None = None,
     legend: bool = True,
 ) -> Panel:
-    """A panel of lines over updates, cycles or positions; `level` is a dashed line across."""
+    """A panel of lines over updates, cycles or positions; `about` says what they are, `level` is a dashed line."""
     half = half_window(lines) if smooth and lines else 0
-    shown = lines if legend else [Line("", line.look, line.traces) for line in lines]
 
-    def draw(ax: Axes) -> None:
-        draw_lines(ax, shown, quantity, half=half, steps=steps)
+    def draw(ax: Axes) -> list[Spot]:
         ax.set_xlabel(x)
-        if level is not None:
-            ax.axhline(level * quantity.scale, color=FG, lw=0.8, ls=(0, (3, 2)), zorder=1.6)
+        return draw_lines(ax, lines, quantity, x=x, half=half, steps=steps, level=level, legend=legend)
 
-    return Panel(name, title, draw, line_table(lines, quantity, x), _note(lines, quantity, half))
+    note = f"{about} {_note(lines, quantity, half)}".strip()
+    return Panel(name, title, draw, line_table(lines, quantity, x), note)
 
 
 def _note(lines: Sequence[Line], quantity: Quantity, half: int) -> str:
     """What the drawing does to the numbers."""
     parts = []
-    several = any(len(line.traces) > 1 for line in lines)
     if half:
         behind = ", raw seed mean behind" if len(lines) <= MOST_RAW else ""
         parts.append(f"moving mean over {2 * half + 1} cycles{behind}")
-    if several and not has_bands(lines, quantity):
-        few = max(len(v) for line in lines for v in line.traces.values()) <= MOST_MARKS and not quantity.log
-        parts.append("thin bars are the seed ranges" if few else "the seed ranges are in the table")
+    counts = sorted({len(line.traces) for line in lines})
+    if counts and counts[-1] > 1:
+        many = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+        parts.append(f"means over {many} seeds, {_ranges(lines, quantity)}")
+    if quantity.log:
+        parts.append("the vertical axis is logarithmic")
+    if any(line.look.colour == OTHER for line in lines):
+        parts.append(f"methods after the first {len(SERIES)} are grey, told apart by their marks")
     if len(lines) > MOST_LINES:
-        parts.append(f"the first {MOST_LINES} methods are in colour, the others grey and named in the table")
+        parts.append(f"those after the first {MOST_LINES} are thin lines, named in the table")
     if any(len({frozenset(v) for v in line.traces.values()}) > 1 for line in lines):
         parts.append("where a run has no value the mean is over the others")
     rows = len({x for line in lines for values in line.traces.values() for x in values})
@@ -79,13 +84,12 @@ def _note(lines: Sequence[Line], quantity: Quantity, half: int) -> str:
     return text[:1].upper() + text[1:] + "." if text else ""
 
 
-def seeds_text(methods: Sequence[Method]) -> str:
-    """What a line and a band are."""
-    counts = {len(method.runs) for method in methods}
-    if counts == {1}:
-        return "One training seed."
-    n = f"{counts.pop()} " if len(counts) == 1 else ""
-    return f"Lines are means over {n}training seeds, bands their range."
+def _ranges(lines: Sequence[Line], quantity: Quantity) -> str:
+    """Where the ranges over seeds are to be seen."""
+    if has_bands(lines, quantity):
+        return "bands are their ranges"
+    few = max(len(v) for line in lines for v in line.traces.values()) <= MOST_MARKS and not quantity.log
+    return "thin bars are their ranges" if few else "their ranges are in the table"
 
 
 def samples_text(methods: Sequence[Method]) -> str:
@@ -109,21 +113,26 @@ def dynamics(methods: Sequence[Method]) -> Figure | None:
         "main-learning-dynamics",
         "fig:main-learning-dynamics",
         "Score over student updates",
-        f"Avg@{k} of the student over its updates. {seeds_text(methods)} Macro weights the tasks equally.",
+        f"Avg@{k} of the student over its updates.",
         Quantity(f"Avg@{k}", "share", floor=None),
         lambda traces: traces,
     )
 
 
 def changes(methods: Sequence[Method]) -> Figure | None:
-    """[fig:learning-curves]: the same as change from each method's own checkpoint 0."""
+    """[fig:learning-curves]: the same as change from each method's own checkpoint 0.
+
+    One method's change is its score again, moved; the summary has it with its interval.
+    """
+    if len(methods) == 1:
+        return None
     k = samples_text(methods)
     return _scores(
         methods,
         "learning-curves",
         "fig:learning-curves",
         "Change from checkpoint 0",
-        f"Avg@{k} minus the same run's value before its first update. {seeds_text(methods)}",
+        f"Avg@{k} minus the same run's value before its first update.",
         Quantity(f"Change of Avg@{k}", "points"),
         data.change,
     )
@@ -140,12 +149,13 @@ def _scores(
 ) -> Figure | None:
     names = {task: f"{task}/avg@k" for task in tasks(methods)}
     if len(names) > 1:
-        names |= {"Macro": "macro/avg@k"}
+        names = {"Macro": "macro/avg@k"} | names
     panels = []
     for task, key in names.items():
         lines = lines_of(methods, lambda m, key=key: change(data.scores(m, key)))
         if lines:
-            panels.append(curve(f"{name}-{slug(task)}", task, lines, quantity, legend=len(methods) > 1))
+            about = "The tasks' mean, each with the same weight." if key == "macro/avg@k" else ""
+            panels.append(curve(f"{name}-{slug(task)}", task, lines, quantity, about, legend=len(methods) > 1))
     return Figure(name, label, title, caption, panels, "learning") if panels else None
 
 
@@ -153,31 +163,47 @@ def health(methods: Sequence[Method]) -> Figure | None:
     """Length, truncation, entropy, pass@k and styles: what can go wrong while the score rises."""
     k = samples_text(methods)
     legend = len(methods) > 1
-    shown: list[tuple[str, str, Quantity]] = [
-        ("macro/mean_length", "Response length", Quantity("Mean length (tokens)")),
-        ("macro/truncated", "Truncated responses", Quantity("Cut by the token limit", "share")),
-        ("macro/pass@k", f"Pass@{k}", Quantity(f"Pass@{k}, macro", "share", floor=None)),
-        ("gap", f"Pass@{k} minus Avg@{k}", Quantity(f"Pass@{k} - Avg@{k}", "share")),
+    shown = [
+        ("macro/mean_length", "Response length", Quantity("Mean length (tokens)"), "Held-out responses."),
+        (
+            "macro/truncated",
+            "Truncated responses",
+            Quantity("Cut by the token limit", "share"),
+            "Held-out responses that the token limit cut: failures, whatever they say.",
+        ),
+        (
+            "macro/pass@k",
+            f"Pass@{k}",
+            Quantity(f"Pass@{k}, macro", "share", floor=None),
+            f"Problems solved by one of {k} draws or more. Falling while Avg@{k} rises is a policy that narrows.",
+        ),
+        (
+            "gap",
+            f"Pass@{k} minus Avg@{k}",
+            Quantity(f"Pass@{k} - Avg@{k}", "points"),
+            "What there is to gain by drawing more often.",
+        ),
     ]
-    styles = sorted({s for m in methods for r in m.runs.values() for e in r.evaluations.values() for s in _styles(e)})
-    shown += [(f"macro/style/{s}", f"Style: {s}", Quantity(f"'{s}' responses", "share")) for s in styles]
+    for style in sorted(
+        {s for m in methods for r in m.runs.values() for e in r.evaluations.values() for s in _styles(e)}
+    ):
+        about = answers.style_meaning(methods, style)
+        quantity = Quantity(f"'{style}' responses", "share")
+        shown.append((f"macro/style/{style}", f"Style: {style}", quantity, about))
     panels = []
-    for key, title, quantity in shown:
+    for key, title, quantity, about in shown:
         missing = 0.0 if "/style/" in key else None
         lines = lines_of(methods, _gap if key == "gap" else partial(data.scores, key=key, missing=missing))
         if lines:
             name = slug(key.removeprefix("macro/").removesuffix("@k").replace("/", "-").replace("_", "-"))
-            panels.append(curve(f"health-{name}", title, lines, quantity, legend=legend))
+            panels.append(curve(f"health-{name}", title, lines, quantity, about, legend=legend))
     entropy = lines_of(methods, _entropy)
     if entropy:
-        quantity = Quantity("Entropy (nats a token)")
+        quantity, about = Quantity("Entropy (nats a token)"), "On the responses it is trained on."
         panels.append(
-            curve("health-entropy", "Student entropy", entropy, quantity, x=CYCLES, smooth=True, legend=legend)
+            curve("health-entropy", "Student entropy", entropy, quantity, about, x=CYCLES, smooth=True, legend=legend)
         )
-    caption = (
-        f"Held-out responses over student updates, macro over tasks, and the student's entropy on its training "
-        f"responses over cycles. Pass@{k} falling while Avg@{k} rises is a policy that narrows. {seeds_text(methods)}"
-    )
+    caption = "What can go wrong while the score rises; evaluations are macro over tasks."
     return Figure("health", "", "Health of the student", caption, panels, "health") if panels else None
 
 
@@ -207,20 +233,18 @@ def _entropy(method: Method) -> Traces:
 def positions(methods: Sequence[Method]) -> Figure | None:
     """Where in a response the frozen view disagrees with the live one: KL at the first positions."""
     terms = {
-        "student/distill": ("Student distillation", "KL (nats)"),
-        "teacher/correct": ("Teacher, correct branch", "KL (nats)"),
-        "teacher/stay": ("Teacher, failed branch", "KL (nats)"),
+        "student/distill": ("Student distillation", "Where the teacher asks the student to change."),
+        "teacher/correct": ("Teacher, correct branch", "Where the adapted teacher leaves the student's success."),
+        "teacher/stay": ("Teacher, failed branch", "Where the teacher's successful continuations leave the student."),
     }
     panels = []
-    for term, (title, label) in terms.items():
+    for term, (title, about) in terms.items():
         lines = lines_of(methods, partial(_by_position, term=term))
         if lines:
-            name = f"kl-by-position-{term.replace('/', '-')}"
-            quantity = Quantity(label, log=True)
-            panels.append(curve(name, title, lines, quantity, x="token position", legend=len(methods) > 1))
+            name, quantity = f"kl-by-position-{term.replace('/', '-')}", Quantity("KL (nats)", log=True)
+            panels.append(curve(name, title, lines, quantity, about, x="token position", legend=len(methods) > 1))
     caption = (
-        f"KL between live and frozen view at the first {POSITIONS} response tokens, mean over all cycles; the vertical "
-        f"axis is logarithmic. {seeds_text(methods)}"
+        f"KL between the trained and the frozen side at the first {POSITIONS} response tokens, mean over all cycles."
     )
     return Figure("kl-by-position", "", "KL by token position", caption, panels, "teacher") if panels else None
 

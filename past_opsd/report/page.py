@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from past_opsd import __version__, config
-from past_opsd.report import summary
+from past_opsd.report import answers, summary
 from past_opsd.report.data import Method, Run
-from past_opsd.report.figures import Figure, svg
+from past_opsd.report.figures import Figure, Panel, svg
+from past_opsd.report.style import LEAST_SPAN, widened
 from past_opsd.stats import Interval
 
 ASSETS = Path(__file__).parent / "assets"
@@ -26,6 +27,7 @@ POLICY = (
 )
 SECTIONS = {
     "learning": "Learning",
+    "answers": "Answers",
     "teacher": "Teacher mechanism",
     "objectives": "Objectives",
     "sampling": "Sampling",
@@ -84,7 +86,8 @@ def page(content: Content) -> str:
         f"{s.body}</section>"
         for s in sections
     )
-    style, script = (_asset(name) for name in ("report.css", "report.js"))
+    style, charts, script = (_asset(name) for name in ("report.css", "charts.js", "report.js"))
+    browser = content.browser | {"meanings": _meanings(content.browser)}
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
@@ -94,8 +97,9 @@ def page(content: Content) -> str:
         f'<body><a class="skip" href="#summary">Skip to the summary</a>{_header(content)}'
         f'<div class="frame"><nav class="toc" aria-label="Sections">{links}</nav><main>{bodies}</main></div>'
         f"<footer>past-opsd {escape(__version__)}. Self-contained: nothing was loaded from a network.</footer>"
-        f'<script type="application/json" id="trajectory-data">{embed(content.browser)}</script>'
-        f"<script>{script}</script></body></html>\n"
+        '<aside class="tip" id="tip" role="status" hidden></aside>'
+        f'<script type="application/json" id="trajectory-data">{embed(browser)}</script>'
+        f"<script>{charts}{script}</script></body></html>\n"
     )
 
 
@@ -220,67 +224,114 @@ def _health_line(content: Content) -> str:
 def _sections(content: Content) -> list[Section]:
     found = [Section("summary", "Summary", _summary(content))]
     known = {figure.section: "" for figure in content.figures}
+    drawn: dict[str, Figure] = {}
     for name in dict.fromkeys([*SECTIONS, *known]):
-        figures = [_figure(f, content.files.get(f.name, ())) for f in content.figures if f.section == name]
-        body = (_warnings(content) if name == "health" else "") + "".join(figures)
+        own = [f for f in content.figures if f.section == name]
+        figures = [_figure(f, content.files.get(f.name, ()), drawn) for f in own]
+        body = {"health": _warnings, "answers": _answers}.get(name, lambda _: "")(content) + "".join(figures)
         if body:
             found.append(Section(name, SECTIONS.get(name, name.capitalize()), body))
     found.append(Section("trajectories", "Trajectories", _browser(content.browser)))
     return [*found, Section("recipe", "Recipe", _recipe(content))]
 
 
-def _figure(figure: Figure, files: Sequence[str]) -> str:
+def _figure(figure: Figure, files: Sequence[str], drawn: dict[str, Figure]) -> str:
+    """The figure's panels; one that an earlier figure has is named and led to instead of drawn again."""
+    shown = [p for p in figure.panels if p.shows not in drawn]
+    above = "".join(_elsewhere(p, drawn[p.shows]) for p in figure.panels if p.shows in drawn)
+    drawn |= {p.shows: figure for p in shown if p.shows}
     panels = "".join(
         f'<div class="panel"><h4>{escape(p.title)}</h4>{svg(p)}'
         + (f'<p class="note">{escape(p.note)}</p>' if p.note else "")
         + "</div>"
-        for p in figure.panels
+        for p in shown
     )
-    tables = "".join(f"<h4>{escape(p.title)}</h4>{table(*p.table)}" for p in figure.panels)
+    tables = "".join(f"<h4>{escape(p.title)}</h4>{table(*p.table)}" for p in shown)
     links = ", ".join(f'<a href="{escape(f)}">{escape(f)}</a>' for f in files)
     label = f' <code title="the figure or table of the paper">{escape(figure.label)}</code>' if figure.label else ""
     return (
         f'<figure id="figure-{escape(figure.name)}" class="figure"><h3>{escape(figure.title)}{label}</h3>'
-        f'<div class="panels count-{min(len(figure.panels), 4)}">{panels}</div>'
-        f"<figcaption>{escape(figure.caption)}</figcaption>"
-        f'<details class="data"><summary>Data</summary>{tables}</details>'
+        + (f'<div class="panels count-{min(len(shown), 4)}">{panels}</div>' if shown else "")
+        + f"<figcaption>{escape(figure.caption)}</figcaption>"
+        + (f'<ul class="above">{above}</ul>' if above else "")
+        + (f'<details class="data"><summary>Data</summary>{tables}</details>' if shown else "")
         + (f'<p class="files">{links}</p>' if links else "")
         + "</figure>"
     )
+
+
+def _elsewhere(panel: Panel, figure: Figure) -> str:
+    link = f'<a href="#figure-{escape(figure.name)}">{escape(figure.title)}</a>'
+    return f"<li>{escape(panel.title)}: above, under {link}</li>"
+
+
+def _answers(content: Content) -> str:
+    """What became of the held-out responses, each class with its meaning."""
+    found = answers.reasons(content.methods)
+    if found is None:
+        return ""
+    body = [
+        [_explained(reason, answers.meaning(reason)), *(_percent(share) for share in shares)]
+        for reason, shares in found.rows.items()
+    ]
+    when = "at the last evaluation of each method, " if len(content.methods) > 1 else ""
+    note = f"Verdicts on all held-out responses {when}in percent. Everything but 'correct' counts as a failure."
+    return f'<div class="classes">{table(["Class", *found.columns], body)}</div><p class="note">{note}</p>'
+
+
+def _explained(name: str, meaning: str) -> Markup:
+    return Markup(f"<strong>{escape(name.replace('_', ' '))}</strong><small>{escape(meaning)}</small>")
+
+
+def _meanings(browser: Mapping[str, Any]) -> dict[str, str]:
+    """The classes of answers that the browser shows, explained."""
+    shown = [r for t in browser["trajectories"] for r in (t, *t["continuations"])]
+    names = {"correct" if r["correct"] else str(r["reason"]) for r in shown}
+    order = [*(r for r in answers.REASONS if r in names), *sorted(names - set(answers.REASONS))]
+    return {name: answers.meaning(name) for name in order}
 
 
 def _summary(content: Content) -> str:
     rows = summary.scores(content.methods)
     if not rows:
         return '<p class="empty">No evaluation has been written yet.</p>' + _runs(content)
-    low, high = min(r.low for r in rows), max(r.high for r in rows)
+    low, high = widened(min(r.low for r in rows), max(r.high for r in rows), LEAST_SPAN / 100, 0.0, 1.0)
+    alone = len(content.methods) == 1
     tasks = list(rows[0].tasks)
     samples = rows[0].samples
     paired = next((r.against for r in rows if r.difference is not None), None)
-    header = ["Method", "Updates", *tasks, f"Macro Avg@{samples}", "95 % interval", f"pass@{samples}"]
-    header += [] if paired is None else [f"Difference to {paired}"]
-    body = [_scored(r, tasks, low, high, paired is not None) for r in rows]
-    if len({r.seeds for r in rows}) > 1:
-        header.append("Seeds")
-        body = [[*cells, r.seeds] for cells, r in zip(body, rows, strict=True)]
-    note = (
-        "Shares in percent. Intervals resample the k draws of every problem (percentile bootstrap, 95\u00a0%); "
-        "differences pair the draws of a seed and problem."
-    )
-    return f'<div class="scores">{table(header, body)}</div><p class="note">{note}</p>{_runs(content)}'
-
-
-def _scored(row: summary.Row, tasks: Sequence[str], low: float, high: float, paired: bool) -> list[Any]:
-    difference = "" if row.difference is None else f'<span class="num">{_signed(row.difference)}</span>'
-    return [
-        row.label,
-        row.step,
-        *(_percent(row.tasks.get(t)) for t in tasks),
-        Markup(f'<strong class="num">{100 * row.macro:.1f}</strong>'),
-        Markup(_span(row, low, high)),
-        _percent(row.passed),
-        *([Markup(difference)] if paired else []),
+    columns: list[tuple[str, list[Any]]] = [
+        ("Updates", [r.step for r in rows]) if alone else ("Method", [r.label for r in rows]),
+        (f"Macro Avg@{samples}", [Markup(f'<strong class="num">{100 * r.macro:.1f}</strong>') for r in rows]),
+        ("95 % interval", [Markup(_span(r, low, high)) for r in rows]),
     ]
+    if paired is not None:
+        columns.append((f"Difference to {paired}", [Markup(_difference(r)) for r in rows]))
+    columns += [(task, [_percent(r.tasks.get(task)) for r in rows]) for task in tasks]
+    columns.append((f"pass@{samples}", [_percent(r.passed) for r in rows]))
+    if not alone:
+        columns.append(("Updates", [r.step for r in rows]))
+    if len({r.seeds for r in rows}) > 1:
+        columns.append(("Seeds", [r.seeds for r in rows]))
+    body = list(zip(*(cells for _, cells in columns), strict=True))
+    note = f"Shares in percent. {_resampled(rows)}"
+    note += f'<span class="wide">The lines span {100 * low:.0f} to {100 * high:.0f} %.</span>'
+    inner = table([name for name, _ in columns], body)
+    return f'<div class="scores">{inner}</div><p class="note">{note}</p>{_runs(content)}'
+
+
+def _resampled(rows: Sequence[summary.Row]) -> str:
+    """How the intervals were made, as far as there are any."""
+    units = {row.interval.unit for row in rows if row.interval is not None}
+    if not units:
+        return ""
+    what = "the k draws of every problem" if units == {"sample"} else "the problems"
+    pairs = "; differences pair the draws of a seed and problem" if any(row.difference for row in rows) else ""
+    return f"Intervals resample {what} (percentile bootstrap, 95\u00a0%){pairs}. "
+
+
+def _difference(row: summary.Row) -> str:
+    return "" if row.difference is None else f'<span class="num">{_signed(row.difference)}</span>'
 
 
 def _percent(value: float | None) -> Markup:
@@ -336,11 +387,29 @@ def _browser(browser: Mapping[str, Any]) -> str:
         return '<p class="empty">Left out: the report was written with --trajectories 0.</p>'
     if not browser["trajectories"]:
         return f'<p class="empty">The trajectory browser is not available.</p>{notes}'
-    return (
-        '<p class="note intro">Attempts that the student sampled in training, read again by student and teacher as '
-        "they were at that boundary. Colour: how far the teacher, who reads more than the problem, is from the student "
-        "at each of the student's own tokens. One run of each method.</p>" + notes + BROWSER
+    taught = any("kl" in t for t in browser["trajectories"])
+    alone = any("kl" not in t for t in browser["trajectories"])
+    colour = (
+        "how far the teacher, who reads more than the problem, is from the student at each of the student's own tokens"
     )
+    if alone:
+        own = "the student's entropy at each of its tokens"
+        colour = f"{colour}; {own}, where a method has no teacher" if taught else own
+    readers = "student and teacher as they were" if taught else "the student as it was"
+    return (
+        f'<p class="note intro">Attempts that the student sampled in training, read again by {readers} at that '
+        f"boundary. Colour: {escape(colour)}. One run of each method.</p>{notes}{BROWSER}{_classes(browser)}"
+    )
+
+
+def _classes(browser: Mapping[str, Any]) -> str:
+    """The legend of the badges."""
+    items = "".join(
+        f'<dt><span class="badge {"yes" if name == "correct" else "no"}">{escape(name.replace("_", " "))}</span></dt>'
+        f"<dd>{escape(text)}</dd>"
+        for name, text in _meanings(browser).items()
+    )
+    return f'<dl class="meanings">{items}</dl>'
 
 
 def _recipe(content: Content) -> str:

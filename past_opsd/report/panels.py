@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import math
 import re
 import warnings
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from past_opsd.files import whole
 from past_opsd.report import style
+from past_opsd.report.style import Spot
 from past_opsd.types import PastError
 
 if TYPE_CHECKING:
@@ -35,14 +37,18 @@ _NO_DATE: dict[str, Any] = {"Date": None, "Creator": None, "Format": None, "Type
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes, and the numbers it shows as a table."""
+    """One set of axes, the numbers it shows as a table, and a note on what is drawn; `draw` tells what is where.
+
+    `shows` names the quantity where several figures of the paper have the same panel: a page draws it once.
+    """
 
     name: str
     title: str
-    draw: Callable[[Axes], None]
+    draw: Callable[[Axes], list[Spot]]
     table: Table
     note: str = ""
     size: tuple[float, float] = (WIDTH, HEIGHT)
+    shows: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ def _legend(canvas: Canvas, width: float) -> None:
     entries: dict[str, Any] = {}
     for ax in canvas.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
+            entries.setdefault(style.shortened(label, 40), handle)
     if not entries:
         return
     widest = 0.42 + 0.078 * max(map(len, entries))
@@ -99,12 +105,12 @@ def _legend(canvas: Canvas, width: float) -> None:
     canvas.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=columns)
 
 
-def draw(panel: Panel) -> Canvas:
-    """The panel alone, without its title; only inside the package's look."""
+def draw(panel: Panel) -> tuple[Canvas, list[Spot]]:
+    """The panel alone, without its title, and what is where; only inside the package's look."""
     canvas = _canvas(*panel.size)
-    panel.draw(canvas.add_subplot())
+    spots = panel.draw(canvas.add_subplot())
     _legend(canvas, panel.size[0])
-    return canvas
+    return canvas, spots
 
 
 def svg(panel: Panel) -> str:
@@ -112,7 +118,9 @@ def svg(panel: Panel) -> str:
     buffer = io.StringIO()
     with _matplotlib(panel.name), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the reader's browser has its own fonts
-        draw(panel).savefig(buffer, format="svg", transparent=True, metadata=_NO_DATE)
+        canvas, spots = draw(panel)
+        canvas.savefig(buffer, format="svg", transparent=True, metadata=_NO_DATE)
+        hover = _hover(canvas, spots)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     for pattern in (r"<style.*?</style>\s*", r"<!--.*?-->\s*", r"<defs>\s*</defs>\s*"):
@@ -122,7 +130,28 @@ def svg(panel: Panel) -> str:
     text = re.sub(r"\s*\n\s*", " ", text).replace("> <", "><")
     for colour, variable in style.THEME.items():
         text = re.sub(re.escape(colour), f"var(--{variable}, {colour})", text, flags=re.IGNORECASE)
-    return _root(text, panel.title)
+    return _root(text, panel.title, hover)
+
+
+def _hover(canvas: Canvas, spots: Sequence[Spot]) -> str:
+    """The spots in the units of the SVG as JSON: labels with colours once, then every spot with its rows and marks."""
+    (ax,) = canvas.axes
+    width, height = (72 * side for side in canvas.get_size_inches())
+
+    def placed(points: Sequence[tuple[float, float]], transform: Any) -> list[list[float]]:
+        found = (transform + canvas.transFigure.inverted()).transform(points)
+        return [[round(width * float(x), 1), round(height * (1 - float(y)), 1)] for x, y in found]
+
+    keys: dict[tuple[str, str], int] = {}
+    plain = []
+    for spot in spots:
+        rows = [
+            [keys.setdefault((label, style.THEME.get(colour, "")), len(keys)), value]
+            for label, colour, value in spot.rows
+        ]
+        plain.append([spot.kind, spot.title, rows, placed(spot.places, ax.transData)])
+    found = {"keys": list(keys), "frame": placed([(0.0, 1.0), (1.0, 0.0)], ax.transAxes), "spots": plain}
+    return json.dumps(found, ensure_ascii=False, separators=(",", ":"))
 
 
 def _own_ids(text: str, name: str) -> str:
@@ -133,13 +162,14 @@ def _own_ids(text: str, name: str) -> str:
     return re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)
 
 
-def _root(text: str, title: str) -> str:
+def _root(text: str, title: str, hover: str) -> str:
     found = re.search(r'viewBox="[^"]+"', text)
     assert found is not None
     look = "stroke-linejoin: round; stroke-linecap: butt; font-family: var(--font, system-ui, sans-serif)"
+    label = f"{title}. Arrow keys move between its values."
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {found[0]} width="100%" role="img" '
-        f'aria-label="{escape(title, quote=True)}" style="{look}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" {found[0]} width="100%" role="img" tabindex="0" '
+        f'aria-label="{escape(label, quote=True)}" data-hover="{escape(hover, quote=True)}" style="{look}">'
     )
     return head + text[text.index(">") + 1 :].strip() + "\n"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from past_opsd.report.style import FG, Look
+from past_opsd.report.style import FG, LEAST_SPAN, Look, Spot, shortened, widened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,8 +24,11 @@ class Point:
     y: float
 
 
-def draw_points(ax: Axes, points: Sequence[Point], x: str, y: str) -> None:
-    """Points with labels where they cover least, with a legend where there are too many; log x over a wide range."""
+def draw_points(ax: Axes, points: Sequence[Point], x: str, y: str) -> list[Spot]:
+    """Points with labels where they cover least, with a legend where there are too many; y is in percent.
+
+    The horizontal axis begins at zero and is logarithmic over a wide range.
+    """
     named = len(points) <= MOST_LABELS
     for point in points:
         label = "" if named else point.label
@@ -36,13 +39,20 @@ def draw_points(ax: Axes, points: Sequence[Point], x: str, y: str) -> None:
     if min(positions) > 0 and max(positions) > 8 * min(positions):
         ax.set_xscale("log")
         ax.xaxis.set_major_formatter("{x:g}")
-    ax.margins(0.16)
+        ax.margins(0.16)
+    else:
+        ax.set_xlim(min(0.0, 1.1 * min(positions)), 1.16 * max(positions) if max(positions) > 0 else 1.0)
+        ax.margins(y=0.16)
+    ax.set_ylim(widened(*ax.get_ylim(), LEAST_SPAN, 0.0, 100.0))
     ax.set_xlabel(x)
     ax.set_ylabel(y)
     for point, (dx, dy, anchor) in zip(points, _places(ax, points), strict=True) if named else ():
         arrow = {"arrowstyle": "-", "color": FG, "lw": 0.5, "alpha": 0.5} if dx * dx + dy * dy > 150 else None
         place: Any = {"textcoords": "offset points", "ha": anchor, "va": "center", "arrowprops": arrow}
-        ax.annotate(point.label, (point.x, point.y), (dx, dy), zorder=5, **place)
+        ax.annotate(shortened(point.label), (point.x, point.y), (dx, dy), zorder=5, **place)
+    return [
+        Spot(p.label, [(y, p.look.colour, f"{p.y:.1f}"), (x, "", f"{p.x:.4g}")], [(p.x, p.y)], "point") for p in points
+    ]
 
 
 def _places(ax: Axes, points: Sequence[Point]) -> list[tuple[float, float, str]]:
@@ -59,7 +69,7 @@ def _places(ax: Axes, points: Sequence[Point]) -> list[tuple[float, float, str]]
     taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in spots]
     chosen: list[tuple[float, float, str]] = []
     for point, (x, y) in zip(points, spots, strict=True):
-        size = 5.0 * len(point.label) + 2
+        size = 5.0 * len(shortened(point.label)) + 2
         best: tuple[float, tuple[float, float, str], tuple[float, float, float, float]] | None = None
         for rank, (dx, dy, anchor) in enumerate(_AROUND):
             start = x + dx - {"left": 0.0, "right": size, "center": size / 2}[anchor]

@@ -10,13 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 from past_opsd.report.data import Method
 from past_opsd.report.panels import WIDTH, Figure, Panel
-from past_opsd.report.style import FG, SERIES, Look, Quantity, bar_height, draw_stacks, looks
+from past_opsd.report.style import (
+    FG,
+    STUDENT,
+    TEACHER,
+    Look,
+    Quantity,
+    Spot,
+    bar_height,
+    draw_stacks,
+    fit,
+    looks,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 STAYS, REACHES = "stays privileged", "reaches the student"
-_COLOURS = (SERIES[3], SERIES[2])
+_COLOURS = (TEACHER, STUDENT)
 
 
 @dataclass(frozen=True)
@@ -42,19 +54,19 @@ def decomposition(methods: Sequence[Method]) -> Figure | None:
     if not found:
         return None
     legend = len(methods) > 1
-    shares = Quantity("Part of the change", "share")
+    shares = Quantity("Part of the change", "share", floor=None)
     value = Quantity("Change of success", "points")
+    fraction, change = (
+        "How much of the teacher's change a prefix-only student can take over; lines are 95 % intervals over problems.",
+        "Change of the frozen student's success when it follows the mean teacher for one token; lines are 95 % "
+        "intervals over problems.",
+    )
     panels = [
         _parts(found, legend),
-        _intervals(found, "surviving", "Surviving fraction", shares, legend),
-        _intervals(found, "value", "Value shift", value, legend),
+        _intervals(found, "surviving", "Surviving fraction", shares, legend, fraction),
+        _intervals(found, "value", "Value shift", value, legend, change),
     ]
-    caption = (
-        "The teacher's change KL(q || p) at student prefixes, split into what depends on privilege that the prefix "
-        "does not show and what a prefix-only student can take over; the surviving fraction; and the change of the "
-        "frozen student's success when it follows the mean teacher for one token. Bars are 95 % intervals over "
-        "problems; made by 'past shift RUN'."
-    )
+    caption = "What a student that sees only the prefix can learn from the teacher's change; made by 'past shift RUN'."
     title = "What of the hindsight reaches the student"
     panels = [panel for panel in panels if panel is not None]
     return Figure("privilege-decomposition", "fig:past-intro", title, caption, panels, "privilege") if panels else None
@@ -81,10 +93,17 @@ def _parts(found: Sequence[Measurement], legend: bool) -> Panel | None:
     draw = partial(draw_stacks, labels=labels, parts=parts, x="nats a token", form="{:.3g}", colours=_COLOURS)
     header = ["Method", "updates", f"{STAYS} (nats)", f"{REACHES} (nats)"]
     size = (WIDTH, max(2.2, bar_height(len(labels))))
-    return Panel("privilege-decomposition-parts", "The teacher's change by part", draw, (header, rows), size=size)
+    note = (
+        "KL(teacher || student) at student prefixes, split into what depends on privilege that the prefix does not "
+        "show and what the prefix carries"
+    )
+    note += ", means over seeds." if any(len(group) > 1 for group in groups.values()) else "."
+    return Panel("privilege-decomposition-parts", "The teacher's change by part", draw, (header, rows), note, size)
 
 
-def _intervals(found: Sequence[Measurement], name: str, title: str, quantity: Quantity, legend: bool) -> Panel | None:
+def _intervals(
+    found: Sequence[Measurement], name: str, title: str, quantity: Quantity, legend: bool, note: str
+) -> Panel | None:
     """An estimate over boundaries with its interval, one run beside the other."""
     series: dict[tuple[str, int], list[Measurement]] = {}
     for m in found:
@@ -99,7 +118,7 @@ def _intervals(found: Sequence[Measurement], name: str, title: str, quantity: Qu
     ]
     header = ["Method", "seed", "updates", title + quantity.unit, "low", "high"]
     draw = partial(_draw, series=list(series.values()), name=name, quantity=quantity, legend=legend)
-    return Panel(f"privilege-decomposition-{name}", title, draw, (header, rows))
+    return Panel(f"privilege-decomposition-{name}", title, draw, (header, rows), note)
 
 
 def _ends(m: Measurement, name: str) -> tuple[float, float, float]:
@@ -108,19 +127,21 @@ def _ends(m: Measurement, name: str) -> tuple[float, float, float]:
     return value["estimate"], value["low"], value["high"]
 
 
-def _draw(ax: Axes, series: Sequence[Sequence[Measurement]], name: str, quantity: Quantity, legend: bool) -> None:
-    from matplotlib.ticker import MaxNLocator
-
+def _draw(ax: Axes, series: Sequence[Sequence[Measurement]], name: str, quantity: Quantity, legend: bool) -> list[Spot]:
     span = max(m.step for group in series for m in group) - min(m.step for group in series for m in group)
     pitch = 0.018 * (span or 10)
     seen: set[str] = set()
+    spots: list[Spot] = []
     for i, group in enumerate(series):
         shift = (i - (len(series) - 1) / 2) * pitch
         colour, label = group[0].look.colour, group[0].label
         xs = [m.step + shift for m in group]
         values = [[quantity.scale * v for v in _ends(m, name)] for m in group]
-        for x, (_, low, high) in zip(xs, values, strict=True):
+        for m, x, (middle, low, high) in zip(group, xs, values, strict=True):
             ax.plot([x, x], [low, high], color=colour, lw=1.2, zorder=2.5)
+            said = "{} [{}, {}]".format(*map(quantity.text, _ends(m, name)))
+            title = f"{label}, seed {m.seed}, student updates {m.step}"
+            spots.append(Spot(title, [(quantity.label, colour, quantity.said(said))], [(x, middle)], "point"))
         text = label if legend and label not in seen else ""
         seen.add(label)
         ax.plot(
@@ -136,4 +157,6 @@ def _draw(ax: Axes, series: Sequence[Sequence[Measurement]], name: str, quantity
     ax.margins(x=0.08)
     ax.set_xlabel("student updates")
     ax.set_ylabel(quantity.label + quantity.unit)
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
+    whole_numbers(ax)
+    fit(ax, quantity)
+    return spots

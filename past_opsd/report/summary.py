@@ -11,7 +11,7 @@ import numpy as np
 
 from past_opsd import config, stats
 from past_opsd.evaluate import Evaluation, macro_avg, stack
-from past_opsd.report.data import Method
+from past_opsd.report.data import Method, last_step
 from past_opsd.stats import Interval
 
 BASELINE = "opsd"  # Vanilla OPSD, the paper's; the first method where it is not among them
@@ -46,7 +46,7 @@ def scores(methods: Sequence[Method]) -> list[Row]:
     """One method at every boundary, against its start; or every method at its last one, against the baseline."""
     if len(methods) == 1:
         return list(_curve(methods[0]))
-    evaluated = [m for m in methods if _last(m) is not None]
+    evaluated = [m for m in methods if last_step(m) is not None]
     return list(_compared(evaluated)) if evaluated else []
 
 
@@ -60,20 +60,14 @@ def _curve(method: Method) -> Iterator[Row]:
 
 def _compared(methods: Sequence[Method]) -> Iterator[Row]:
     baseline = next((m for m in methods if m.recipe.method.name == BASELINE), methods[0])
-    reference = _evaluations(baseline, _last(baseline) or 0)
+    reference = _evaluations(baseline, last_step(baseline) or 0)
     base = _evaluations(baseline, 0)
-    if base and _last(baseline):
+    if base and last_step(baseline):
         yield _row("Base model", 0, base, None, baseline.label)
     for method in methods:
-        step = _last(method) or 0
+        step = last_step(method) or 0
         found = _evaluations(method, step)
         yield _row(method.label, step, found, None if method is baseline else reference, baseline.label)
-
-
-def _last(method: Method) -> int | None:
-    """The last boundary that most seeds reached, so that an unfinished seed does not stand for the method."""
-    steps = [step for run in method.runs.values() for step in run.evaluations]
-    return max(steps, key=lambda step: (steps.count(step), step), default=None)
 
 
 def _evaluations(method: Method, step: int) -> dict[int, Evaluation]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -10,26 +11,65 @@ from typing import TYPE_CHECKING, Any
 from past_opsd import config
 from past_opsd.report import data
 from past_opsd.report.data import Method, Traces
-from past_opsd.report.learning import CYCLES, curve, samples_text, seeds_text
+from past_opsd.report.learning import CYCLES, curve, samples_text
 from past_opsd.report.panels import Figure, Panel
 from past_opsd.report.points import Point, draw_points
-from past_opsd.report.style import MOST_LINES, Line, Look, Quantity, is_past, lines_of, looks
+from past_opsd.report.style import MOST_LINES, Line, Look, Quantity, Spot, fit, is_past, lines_of, looks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CORRECT_KL = ("teacher/correct/kl", "Correct-branch KL", Quantity("KL(student || teacher) (nats)"))
-FAILED_SUCCESS = ("failed/success", "Failed-branch success", Quantity("Continuations verified", "share"))
-CLIP = ("teacher/correct/clip_fraction", "Clip fraction", Quantity("Clipped entries", "share"))
-TEACHER_NORM = ("teacher/grad_norm", "Teacher gradient norm", Quantity("Norm before clipping"))
-STUDENT_NORM = ("student/grad_norm", "Student gradient norm", Quantity("Norm before clipping"))
-SKIPPED = ("failed/skipped", "Skipped groups", Quantity("Groups without a success", "share"))
+CORRECT_KL = (
+    "teacher/correct/kl",
+    "Correct-branch KL",
+    Quantity("KL(student || teacher) (nats)"),
+    "On correct trajectories, before clipping.",
+)
+FAILED_SUCCESS = (
+    "failed/success",
+    "Failed-branch success",
+    Quantity("Continuations verified", "share"),
+    "Of the teacher's continuations of failed trajectories.",
+)
+CLIP = (
+    "teacher/correct/clip_fraction",
+    "Clip fraction",
+    Quantity("Clipped entries", "share"),
+    "Vocabulary entries whose contribution to the correct-branch KL was cut at tau.",
+)
+TEACHER_NORM = (
+    "teacher/grad_norm",
+    "Teacher gradient norm",
+    Quantity("Norm before clipping"),
+    "Of the teacher's step.",
+)
+STUDENT_NORM = (
+    "student/grad_norm",
+    "Student gradient norm",
+    Quantity("Norm before clipping"),
+    "Of the student's step.",
+)
+SKIPPED = (
+    "failed/skipped",
+    "Skipped groups",
+    Quantity("Groups without a success", "share"),
+    "Failed trajectories left out because no continuation of theirs succeeded.",
+)
+Traced = tuple[str, str, Quantity, str]
 
 CONDITIONS = {"matching": "matching", "removed": "removed", "shuffled": "shuffled"}
 PROBED = {
-    "success": ("Teacher success", Quantity("Continuations verified", "share", floor=None)),
-    "jsd_student": ("JSD to the student", Quantity("JSD (nats)")),
-    "kl": ("Compatibility KL", Quantity("KL(teacher || student) (nats)")),
+    "success": (
+        "Teacher success",
+        Quantity("Continuations verified", "share", floor=None),
+        "Of the teacher's continuations.",
+    ),
+    "jsd_student": ("JSD to the student", Quantity("JSD (nats)"), "At the student's own tokens."),
+    "kl": (
+        "Compatibility KL",
+        Quantity("KL(teacher || student) (nats)"),
+        "Along the teacher's successful continuations.",
+    ),
 }
 
 
@@ -38,17 +78,16 @@ def adapting(methods: Sequence[Method]) -> list[Method]:
     return [m for m in methods if any(line.get("teacher/stepped") for r in m.runs.values() for line in r.metrics)]
 
 
-def _traced(
-    methods: Sequence[Method], prefix: str, keys: Sequence[tuple[str, str, Quantity]], some: Sequence[Method]
-) -> list[Panel]:
+def _traced(methods: Sequence[Method], prefix: str, keys: Sequence[Traced], some: Sequence[Method]) -> list[Panel]:
     """A smoothed panel for every metric that one of the methods `some` recorded."""
     panels = []
     chosen = {m.name for m in some}
-    for key, title, quantity in keys:
+    for key, title, quantity, about in keys:
         lines = lines_of(methods, lambda m, key=key: data.trace(m, key) if m.name in chosen else {})
         if lines:
             name = f"{prefix}-{key.replace('/', '-').replace('_', '-')}"
-            panels.append(curve(name, title, lines, quantity, x=CYCLES, smooth=True, legend=len(methods) > 1))
+            made = curve(name, title, lines, quantity, about, x=CYCLES, smooth=True, legend=len(methods) > 1)
+            panels.append(replace(made, shows=key))
     return panels
 
 
@@ -58,18 +97,15 @@ def mechanism(methods: Sequence[Method]) -> Figure | None:
     traced = _traced(methods, "teacher-mechanism", (CORRECT_KL, FAILED_SUCCESS), adapting(methods))
     if not probed and not traced:
         return None
-    caption = ""
     if probed:
-        caption += (
+        caption = (
             "The teacher at the newest probed checkpoint of each run, reading the matching attempt, no attempt, or the "
-            "attempt of another problem; bars are 95 % intervals over problems. "
+            "attempt of another problem."
         )
     else:
-        caption += "The comparison of matching, removed and shuffled trajectories is made by 'past probe RUN'. "
-    if traced:
-        caption += f"Correct-branch KL and failed-branch success over cycles. {seeds_text(methods)}"
+        caption = "The comparison of matching, removed and shuffled trajectories is made by 'past probe RUN'."
     title = "Does the teacher use the trajectory, and how does it adapt?"
-    return Figure("teacher-mechanism", "fig:teacher-mechanism", title, caption.strip(), [*probed, *traced], "teacher")
+    return Figure("teacher-mechanism", "fig:teacher-mechanism", title, caption, [*probed, *traced], "teacher")
 
 
 def _probe_panels(methods: Sequence[Method]) -> list[Panel]:
@@ -81,7 +117,7 @@ def _probe_panels(methods: Sequence[Method]) -> list[Panel]:
         if run.probes
     ]
     panels = []
-    for metric, (title, quantity) in PROBED.items():
+    for metric, (title, quantity, about) in PROBED.items():
         rows = [
             (method.label, by_name[method.name], seed, record["step"], _estimates(record, metric))
             for method, seed, record in found
@@ -94,7 +130,9 @@ def _probe_panels(methods: Sequence[Method]) -> list[Panel]:
                 for label, _, seed, step, values in rows
             ]
             draw = partial(_draw_conditions, rows=rows, quantity=quantity, legend=len(methods) > 1)
-            panels.append(Panel(f"teacher-mechanism-{metric.replace('_', '-')}", title, draw, (header, cells)))
+            known = any(value["low"] is not None for row in rows for value in row[4].values())
+            note = f"{about} Lines are 95 % intervals over problems." if known else about
+            panels.append(Panel(f"teacher-mechanism-{metric.replace('_', '-')}", title, draw, (header, cells), note))
     return panels
 
 
@@ -112,11 +150,12 @@ def _cell(value: dict[str, Any] | None, quantity: Quantity) -> str:
 
 def _draw_conditions(
     ax: Axes, rows: Sequence[tuple[str, Look, int, int, dict[str, Any]]], quantity: Quantity, legend: bool
-) -> None:
+) -> list[Spot]:
     """A point with its interval for every run, side by side under each condition."""
     pitch = min(0.16, 0.7 / len(rows))
     seen: set[str] = set()
-    for i, (label, look, _, _, values) in enumerate(rows):
+    spots: list[Spot] = []
+    for i, (label, look, seed, step, values) in enumerate(rows):
         shift = (i - (len(rows) - 1) / 2) * pitch
         for j, condition in enumerate(CONDITIONS):
             if condition not in values:
@@ -129,22 +168,22 @@ def _draw_conditions(
             name = label if legend and label not in seen else ""
             seen.add(label)
             ax.plot([x], [y], ls="", marker=look.marker, ms=5, color=look.colour, label=name or None, zorder=3)
+            said = quantity.said(_cell(value, quantity))
+            title = f"{label}, seed {seed}, after {step} updates: {condition}"
+            spots.append(Spot(title, [(quantity.label, look.colour, said)], [(x, y)], "point"))
     ax.set_xticks(range(len(CONDITIONS)), list(CONDITIONS.values()))
     ax.set_xlim(-0.5, len(CONDITIONS) - 0.5)
     ax.grid(axis="x", visible=False)
     ax.set_ylabel(quantity.label + quantity.unit)
-    if quantity.floor is not None:
-        ax.set_ylim(bottom=quantity.floor)
+    fit(ax, quantity)
+    return spots
 
 
 def dynamics(methods: Sequence[Method]) -> Figure | None:
     """[fig:teacher-dynamics]: both branches and the optimizer over cycles."""
     keys = (CORRECT_KL, FAILED_SUCCESS, CLIP, TEACHER_NORM)
     panels = _traced(methods, "teacher-dynamics", keys, adapting(methods))
-    caption = (
-        "The teacher's training: unclipped KL on correct trajectories, success of its continuations of failed ones, "
-        f"share of vocabulary entries whose contribution was clipped, and gradient norm. {seeds_text(methods)}"
-    )
+    caption = "The teacher's training, cycle by cycle."
     return _figure("teacher-dynamics", "Teacher training over cycles", caption, panels, "teacher")
 
 
@@ -152,10 +191,7 @@ def privilege(methods: Sequence[Method]) -> Figure | None:
     """[fig:privilege-dynamics]: both branches, both gradients, and how often there was nothing to learn from."""
     keys = (CORRECT_KL, FAILED_SUCCESS, TEACHER_NORM, STUDENT_NORM, SKIPPED)
     panels = _traced(methods, "privilege-dynamics", keys, adapting(methods))
-    caption = (
-        "Correct-branch KL, failed-branch success, gradient norms of both phases, and the share of failed trajectories "
-        f"skipped because no continuation succeeded. {seeds_text(methods)}"
-    )
+    caption = "Both branches and both optimizer steps, cycle by cycle."
     if not any(run.shifts for m in methods for run in m.runs.values()):
         caption += " How much of the teacher's change can reach the student is measured by 'past shift RUN'."
     return _figure("privilege-dynamics", "Privilege and optimisation over cycles", caption, panels, "privilege")
@@ -171,10 +207,9 @@ def sampling(methods: Sequence[Method]) -> Figure | None:
     if not drawing:
         return None
     legend = len(methods) > 1
-    options = [config.dump(m.recipe.method) for m in drawing]
-    thresholds = {o["success_threshold"] for o in options if o.get("sampler") == "adaptive"}
-    level = thresholds.pop() if len(thresholds) == 1 else None
-
+    options = {m.label: config.dump(m.recipe.method) for m in drawing}
+    thresholds = {name: o["success_threshold"] for name, o in options.items() if o.get("sampler") == "adaptive"}
+    level = next(iter(thresholds.values())) if len(set(thresholds.values())) == 1 else None
     by_name = looks(methods)
     if len(drawing) > MOST_LINES:  # the samplers that differ are the ones to see in colour
         drawing.sort(key=lambda m: (not is_past(m), final(data.trace(m, "sampling/g_base"))))
@@ -184,25 +219,33 @@ def sampling(methods: Sequence[Method]) -> Figure | None:
 
     name = "adaptive-sampling"
     base, ema, cost = Quantity("Base group size"), Quantity("Success", "share"), Quantity("Continuations so far")
+    trace = partial(curve, x=CYCLES, legend=legend)
+    sizes, wholes = "Continuations drawn at first for a failed trajectory.", "Continuations drawn since the start."
+    average = f"Moving average of the share of continuations verified.{_threshold(level)}"
     panels = [
-        curve(f"{name}-g-base", "Base group size", lines("sampling/g_base"), base, x=CYCLES, steps=True, legend=legend),
-        curve(
-            f"{name}-ema",
-            "Teacher-success average",
-            lines("sampling/success_ema"),
-            ema,
-            x=CYCLES,
-            level=level,
-            legend=legend,
-        ),
-        curve(f"{name}-cost", "Teacher samples", lines("cost/teacher_samples"), cost, x=CYCLES, legend=legend),
+        trace(f"{name}-g-base", "Base group size", lines("sampling/g_base"), base, sizes, steps=True),
+        trace(f"{name}-ema", "Teacher-success average", lines("sampling/success_ema"), ema, average, level=level),
+        trace(f"{name}-cost", "Teacher samples", lines("cost/teacher_samples"), cost, wholes),
     ]
-    above = f" (dashed: {100 * level:g} %)" if level is not None else ""
-    caption = (
-        f"The sampler lowers its base group size while the moving average of the teacher's success stays at its "
-        f"threshold{above}. {seeds_text(methods)}"
+    return Figure(name, f"fig:{name}", "Adaptive sampling", _rule(thresholds, len(drawing)), panels, "sampling")
+
+
+def _threshold(level: float | None) -> str:
+    return "" if level is None else f" Dashed: the threshold, {100 * level:g} %."
+
+
+def _rule(thresholds: dict[str, float], drawing: int) -> str:
+    """When the group size falls, as far as the recipes say so."""
+    values = sorted(set(thresholds.values()))
+    if not values:
+        return "The group size is fixed."
+    each = ", ".join(f"{100 * value:g} % ({name})" for name, value in thresholds.items())
+    rule = (
+        "The base group size falls while the moving average of the teacher's success is at its threshold or above: "
+        f"{f'{100 * values[0]:g} %' if len(values) == 1 else each}."
     )
-    return Figure(name, f"fig:{name}", "Adaptive sampling", caption, panels, "sampling")
+    rule += " The other samplers draw groups of a fixed size." if len(thresholds) < drawing else ""
+    return rule
 
 
 def objectives(methods: Sequence[Method]) -> Figure | None:
@@ -210,12 +253,24 @@ def objectives(methods: Sequence[Method]) -> Figure | None:
     k = samples_text(methods)
     by_name = looks(methods)
     rows = [(m, row) for m in methods if (row := data.measured(m)) is not None]
-    axes: tuple[tuple[str, str, str, Callable[[Any], float | None]], ...] = (
-        ("kl", "Score and compatibility", "Compatibility KL (nats)", lambda r: r.diagnostics.get("compatibility_kl")),
-        ("throughput", "Score and throughput", "Generated tokens a training second", throughput),
+    axes: tuple[tuple[str, str, str, str, Callable[[Any], float | None]], ...] = (
+        (
+            "kl",
+            "Score and compatibility",
+            "Compatibility KL (nats)",
+            "KL of the teacher's successful continuations to the student, mean over the run.",
+            lambda r: r.diagnostics.get("compatibility_kl"),
+        ),
+        (
+            "throughput",
+            "Score and throughput",
+            "Generated tokens a training second",
+            "Student and teacher tokens, on the machine that trained.",
+            throughput,
+        ),
     )
     panels = []
-    for slug, title, x, pick in axes:
+    for slug, title, x, about, pick in axes:
         points, cells = [], []
         for method, row in rows:
             value, score = pick(row), final(data.scores(method, "macro/avg@k"))
@@ -225,11 +280,9 @@ def objectives(methods: Sequence[Method]) -> Figure | None:
         if len(points) >= 2:
             draw = partial(draw_points, points=points, x=x, y=f"Macro Avg@{k} (%)")
             header = ["Method", x, f"Macro Avg@{k} (%)"]
-            panels.append(Panel(f"objective-tradeoffs-{slug}", title, draw, (header, cells), size=(4.2, 3.4)))
-    caption = (
-        "Last evaluation against the mean KL of the teacher's successful continuations to the student, and against "
-        "student and teacher tokens generated per second of training on the machine that trained it. Means over seeds."
-    )
+            panels.append(Panel(f"objective-tradeoffs-{slug}", title, draw, (header, cells), about, (4.2, 3.4)))
+    several = any(len(m.runs) > 1 for m in methods)
+    caption = f"The last evaluation of each method against what it took{', means over seeds' if several else ''}."
     return _figure("objective-tradeoffs", "Quality, compatibility and speed", caption, panels, "objectives")
 
 

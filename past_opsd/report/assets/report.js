@@ -45,8 +45,10 @@
     const run = data.runs[t.run];
     return `${run.method}, seed ${run.seed}`;
   };
+  const kind = (r) => (r.correct ? "correct" : r.reason);
+  const plain = (name) => name.replaceAll("_", " ");
   const badge = (r) =>
-    make("span", { class: `badge ${r.correct ? "yes" : "no"}` }, r.correct ? "correct" : r.reason.replaceAll("_", " "));
+    make("span", { class: `badge ${r.correct ? "yes" : "no"}`, title: data.meanings[kind(r)] || "" }, plain(kind(r)));
   const written = (piece) =>
     piece === "" ? "part of a character" : piece.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 
@@ -60,7 +62,9 @@
     select.hidden = pairs.length < 2;
   }
   const unique = (values) => [...new Set(values)];
-  options(filters[0], "Any verdict", [["yes", "Correct"], ["no", "Failed"]]);
+  const classes = Object.keys(data.meanings).filter((name) => data.trajectories.some((t) => !t.correct && t.reason === name));
+  options(filters[0], "Any verdict", [["yes", "Correct"], ["no", "Failed"],
+    ...(classes.length > 1 ? classes.map((name) => [`is:${name}`, `Failed: ${plain(name)}`]) : [])]);
   options(filters[1], "Any cycle", unique(data.trajectories.map((t) => t.cycle)).sort((a, b) => a - b).map((c) => [c, `Cycle ${c}`]));
   options(filters[2], "Any method", unique(data.trajectories.map((t) => t.run)).map((r) => [r, data.runs[r].method]));
 
@@ -69,7 +73,8 @@
 
   function matches(t, i) {
     const [verdict, cycle, run] = filters.map((f) => f.value);
-    return (!verdict || t.correct === (verdict === "yes")) && (!cycle || t.cycle === Number(cycle))
+    const one = verdict.startsWith("is:") ? !t.correct && t.reason === verdict.slice(3) : t.correct === (verdict === "yes");
+    return (!verdict || one) && (!cycle || t.cycle === Number(cycle))
       && (!run || t.run === Number(run)) && haystack[i].includes(search.value.trim().toLowerCase());
   }
 
@@ -192,11 +197,11 @@
     return make("dl", {}, rows);
   }
 
-  function show(strand, box, i, pin) {
+  function show(strand, box, i, pin, anchor) {
     const span = box.children[i];
     if (state.span) state.span.classList.remove("on");
     span.classList.add("on");
-    Object.assign(state, { strand, box, span, token: i, pinned: pin });
+    Object.assign(state, { strand, box, span, anchor: anchor || span, token: i, pinned: pin });
     const close = make("button", { type: "button", class: "close" }, "Close");
     close.addEventListener("click", hide);
     const head = make("header", {}, make("span", { class: "what", "data-field": "token" }, written(strand.pieces[i])),
@@ -216,12 +221,12 @@
 
   function put() {
     if (card.hidden || !state.span) return;
-    const at = state.span.getClientRects()[0] || state.span.getBoundingClientRect();
+    const at = state.anchor.getClientRects()[0] || state.anchor.getBoundingClientRect();
     const size = card.getBoundingClientRect();
     const below = at.bottom + 8 + size.height < innerHeight;
     card.style.left = `${Math.max(12, Math.min(at.left, root.clientWidth - size.width - 12))}px`;
     card.style.top = `${below ? at.bottom + 8 : Math.max(8, at.top - size.height - 8)}px`;
-    const frame = state.box.getBoundingClientRect();
+    const frame = state.anchor.parentElement.getBoundingClientRect();
     const seen = at.bottom > Math.max(0, frame.top) && at.top < Math.min(innerHeight, frame.bottom);
     card.classList.toggle("away", !seen);
   }
@@ -242,6 +247,11 @@
       return column;
     });
     const element = make("div", { class: "strip", "aria-hidden": "true" }, columns);
+    element.addEventListener("pointerover", (event) => {
+      const i = event.target.dataset.i;
+      if (i && event.pointerType !== "touch") show(strand, box, Number(i), false, event.target);
+    });
+    element.addEventListener("pointerleave", () => { if (!state.pinned) hide(); });
     element.addEventListener("click", (event) => {
       if (event.target.dataset.i) focus(strand, box, Number(event.target.dataset.i));
     });
@@ -261,7 +271,7 @@
 
   function summary(t) {
     const fact = (name, value) => make("span", {}, `${name} `, make("b", {}, value));
-    const parts = [];
+    const parts = [make("span", { class: "means" }, make("b", {}, plain(kind(t))), `: ${data.meanings[kind(t)] || ""}`)];
     if (t.mean_kl !== undefined) parts.push(fact("mean KL", mean(t.mean_kl)));
     parts.push(fact("mean entropy", mean(t.mean_entropy)));
     if (t.clipped) {

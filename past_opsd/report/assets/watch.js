@@ -26,8 +26,8 @@
   // What a reader did to a section, by place: opened details, scrolled tables, the focus.
   function places(section) {
     const seen = new Map();
-    return [...section.querySelectorAll("details, summary, .scroll")].map((element) => {
-      const kind = `${element.parentElement.closest("[id]").id} ${element.tagName} ${element.className}`;
+    return [...section.querySelectorAll("details, summary, .scroll, svg[tabindex]")].map((element) => {
+      const kind = `${element.parentElement.closest("[id]").id} ${element.tagName} ${element.getAttribute("class")}`;
       seen.set(kind, (seen.get(kind) || 0) + 1);
       return [`${kind} ${seen.get(kind)}`, element];
     });
