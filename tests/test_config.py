@@ -147,3 +147,13 @@ def test_removed_is_hindsight_without_the_attempt():
 def test_toml_strings_survive():
     for text in ("plain", 'with "quotes"', "back\\slash", "two\nlines \\boxed{}", "unicode ½"):
         assert tomllib.loads(f"v = {config._toml(text)}")["v"] == text
+
+
+def test_a_child_does_not_inherit_its_parents_description(tmp_path: Path):
+    middle = write(tmp_path, 'extends = "embedded/past"\ndescription = "the middle one"\n', "middle.toml")
+    child = write(tmp_path, 'extends = "middle.toml"\n[run]\ncycles = 3\n', "child.toml")
+    assert config.load("embedded/past").description
+    assert config.load(middle).description == "the middle one"
+    assert (config.load(child).description, config.load(child).name) == ("", "embedded/past")
+    assert config.load(child, ["description=mine"]).description == "mine"
+    assert not [name for name in config.shipped() if not config.load(name).description]

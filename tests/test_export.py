@@ -14,9 +14,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from past_opsd import checkpoint
+from past_opsd import checkpoint, config
 from past_opsd.cli import main
-from past_opsd.export import MARK, export, push
+from past_opsd.export import MARK, card, export, push
 from past_opsd.train import session, train
 from past_opsd.types import PastError, View
 
@@ -107,7 +107,8 @@ def test_a_damaged_checkpoint_is_refused(run: Path, tmp_path: Path):
 
 def test_the_card_says_what_it_is_and_how_it_scored(run: Path):
     text = (export(run, run / "card") / "README.md").read_text()
-    assert "base_model: embedded" in text
+    assert "base_model:" not in text.partition("# ")[0]  # a model that the hub does not know
+    assert "run on the local model `embedded`, that comes with past-opsd; it has no id on the hub, seed" in text
     assert "library_name: peft" in text
     assert "| updates | chain3 | chain4 | chain5 | macro |" in text
     assert "[run]" in text
@@ -148,6 +149,39 @@ def test_an_export_is_in_order_where_its_checkpoint_is_not(run: Path, tmp_path: 
     out = export(copy, tmp_path / "out")
     targets = json.loads((out / "adapter_config.json").read_text())["target_modules"]
     assert targets == sorted(targets)
+
+
+@pytest.mark.parametrize(
+    ("path", "hub", "told"),
+    [
+        (
+            "Qwen/Qwen3-1.7B",
+            "Qwen/Qwen3-1.7B",
+            "run on [Qwen/Qwen3-1.7B](https://huggingface.co/Qwen/Qwen3-1.7B), seed",
+        ),
+        ("gpt2", "gpt2", "run on [gpt2](https://huggingface.co/gpt2), seed"),
+        (
+            "smollm2-135m",
+            "HuggingFaceTB/SmolLM2-135M-Instruct",
+            "a local copy of [HuggingFaceTB/SmolLM2-135M-Instruct]",
+        ),
+        ("/cache/models--Qwen--Qwen3-4B/snapshots/0a1b", "Qwen/Qwen3-4B", "a local copy of [Qwen/Qwen3-4B]"),
+        ("here/model", None, "/here/model`, in a folder or file of the machine that trained it"),
+        ("/data/models/mine", None, "the local model `/data/models/mine`"),
+        ("./mine", None, "the local model `./mine`"),
+        ("mine.gguf", None, "the local model `mine.gguf`"),
+    ],
+)
+def test_the_card_names_the_base_on_the_hub_or_says_that_it_is_local(
+    path: str, hub: str | None, told: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "here" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    recipe = config.load("embedded/past", [f"model.path='{path}'"])
+    text = card(recipe, run, Path("checkpoint-00003"), merge=False)
+    head = text.split("---")[1]
+    assert (f"base_model: {hub}\n" in head) if hub else ("base_model" not in head)
+    assert told in text
 
 
 def test_nothing_else_is_overwritten(run: Path, tmp_path: Path):

@@ -315,7 +315,7 @@ def _summary(content: Content) -> str:
         columns.append(("Seeds", [r.seeds for r in rows]))
     body = list(zip(*(cells for _, cells in columns), strict=True))
     note = f"Shares in percent. {_resampled(rows)}"
-    note += f'<span class="wide">The lines span {100 * low:.0f} to {100 * high:.0f} %.</span>'
+    note += f'<span class="spans">The lines span {100 * low:.0f} to {100 * high:.0f} %.</span>'
     inner = table([name for name, _ in columns], body)
     return f'<div class="scores">{inner}</div><p class="note">{note}</p>{_runs(content)}'
 

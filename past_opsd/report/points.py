@@ -69,11 +69,11 @@ def _places(ax: Axes, points: Sequence[Point]) -> list[tuple[float, float, str]]
     taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in spots]
     chosen: list[tuple[float, float, str]] = []
     for point, (x, y) in zip(points, spots, strict=True):
-        size = 5.0 * len(shortened(point.label)) + 2
+        size = 5.6 * len(shortened(point.label)) + 2
         best: tuple[float, tuple[float, float, str], tuple[float, float, float, float]] | None = None
         for rank, (dx, dy, anchor) in enumerate(_AROUND):
             start = x + dx - {"left": 0.0, "right": size, "center": size / 2}[anchor]
-            rect = (start, y + dy - 5.5, start + size, y + dy + 5.5)
+            rect = (start, y + dy - 7, start + size, y + dy + 7)
             outside = max(0.0, -rect[0]) + max(0.0, rect[2] - width) + max(0.0, -rect[1]) + max(0.0, rect[3] - height)
             cost = sum(_overlap(rect, other) for other in taken) + 20 * outside + 0.5 * rank
             if best is None or cost < best[0]:
@@ -86,7 +86,7 @@ def _places(ax: Axes, points: Sequence[Point]) -> list[tuple[float, float, str]]
 
 _AROUND: tuple[tuple[float, float, str], ...] = tuple(
     (dx * r, dy * r, anchor)
-    for r in (1.0, 1.7, 2.6, 3.6)
+    for r in (1.0, 1.7, 2.6, 3.6, 5.0, 6.6, 8.4)
     for dx, dy, anchor in (
         (7, 0, "left"),
         (-7, 0, "right"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 FG, GRID, SURFACE = "#1f2328", "#d8dee4", "#fefefe"
 # A hue is a method and nothing else. Told apart in the common colour deficiencies and on white and dark alike.
-SERIES = ("#1556a8", "#d8690b", "#168486", "#a01c7f", "#747200", "#2a93d8", "#65340f")
+SERIES = ("#1556a8", "#d8690b", "#168486", "#a01c7f", "#5f6a00", "#2a93d8", "#65340f")
 OTHER = "#70757d"  # methods beyond these, told apart by marker and dash
 # Roles are muted: what the student does is slate, what the teacher does is sand, each dark and light.
 STUDENT, STUDENT_SOFT = "#3f4b60", "#97a1b3"

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 
 EVIL = '<script>window.hacked=1</script><img src=x onerror="window.hacked=2"></script><svg onload=alert(1)>'
 SIZES = {"desk": (1280, 800), "phone": (375, 812)}
+NARROW = (390, 844)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ class Visit:
 @contextmanager
 def visit(browser: Any, file: Path, size: str, fragment: str = "", **options: Any) -> Iterator[Visit]:
     """Opens a file; at the end nothing but the file was asked for and nothing complained."""
-    width, height = SIZES[size]
+    width, height = SIZES.get(size, NARROW)
     context = browser.new_context(viewport={"width": width, "height": height}, **options)
     found = Visit(context.new_page())
     found.page.set_default_timeout(20_000)
@@ -115,6 +116,116 @@ def test_every_figure_shows_and_nothing_overflows(size: str, chromium: Any, html
         assert min(heights) > 60
         for link in found.page.locator(".toc a").evaluate_all("all => all.map(a => a.getAttribute('href'))"):
             assert found.page.locator(link).count() == 1
+
+
+def _spots(page: Any, index: int) -> dict[str, Any]:
+    return json.loads(page.locator(".panel svg").nth(index).get_attribute("data-hover"))
+
+
+def _point(page: Any, index: int, place: list[float]) -> tuple[float, float]:
+    """Where a place of a chart is on the screen."""
+    return tuple(
+        page.locator(".panel svg")
+        .nth(index)
+        .evaluate(
+            "(e, [x, y]) => { const p = new DOMPoint(x, y).matrixTransform(e.getScreenCTM()); return [p.x, p.y]; }",
+            place,
+        )
+    )
+
+
+def _told(page: Any) -> str:
+    return " ".join(page.locator("#tip").inner_text().split())
+
+
+def test_every_chart_tells_its_values_under_the_pointer(chromium: Any, html: Path) -> None:
+    with visit(chromium, html, "desk") as found:
+        page = found.page
+        page.add_style_tag(content="html { scroll-behavior: auto !important }")
+        kinds = set()
+        for index in range(page.locator(".panel svg").count()):
+            spots = _spots(page, index)
+            page.locator(".panel svg").nth(index).scroll_into_view_if_needed()
+            for kind, title, rows, places in (spots["spots"][0], spots["spots"][-1]):
+                kinds.add(kind)
+                x, y = (sum(p[i] for p in places) / len(places) for i in (0, 1))
+                page.mouse.move(*_point(page, index, [x, y]))
+                shown = _told(page)
+                assert shown.startswith(" ".join(title.split()))
+                for key, value in rows:
+                    assert f"{spots['keys'][key][0]} {value}" in shown
+                box = page.locator("#tip").bounding_box()
+                assert box["x"] >= 0
+                assert box["x"] + box["width"] <= 1280
+        assert kinds >= {"column", "area"}
+        page.mouse.move(2, 2)
+        assert page.locator("#tip").is_hidden()
+        assert page.locator(".found").count() == 0
+
+
+def test_charts_tell_their_values_to_the_keyboard_and_to_a_finger(chromium: Any, html: Path) -> None:
+    with visit(chromium, html, "phone", has_touch=True) as found:
+        page, chart = found.page, found.page.locator(".panel svg").first
+        titles = [title for _, title, _, _ in _spots(page, 0)["spots"]]
+        assert len(titles) > 1
+        chart.focus()
+        page.keyboard.press("End")
+        assert _told(page).startswith(titles[-1])
+        page.keyboard.press("ArrowLeft")
+        assert _told(page).startswith(titles[-2])
+        page.keyboard.press("Home")
+        assert _told(page).startswith(titles[0])
+        assert page.locator("#tip").get_attribute("role") == "status"
+        page.keyboard.press("Escape")
+        assert page.locator("#tip").is_hidden()
+        page.evaluate("document.activeElement.blur()")
+        chart.scroll_into_view_if_needed()
+        page.touchscreen.tap(*_point(page, 0, _spots(page, 0)["spots"][-1][3][0]))
+        assert _told(page).startswith(titles[-1])
+        assert _fits(page)
+        page.touchscreen.tap(5, 5)
+        assert page.locator("#tip").is_hidden()
+
+
+def test_macro_is_in_view_on_a_phone_whatever_the_methods_are_called(
+    chromium: Any, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report.figures, "figures", lambda runs: [])
+    (one,) = data.find([run])
+    names = ["short", "a-group/with_an_extremely_long_name_of_a_recipe/without_any_space_to_break_at"]
+    runs = [replace(one, recipe=one.recipe.model_copy(update={"name": name})) for name in names]
+    for part, name in ((runs, "two.html"), ([one], "one.html")):
+        out = report.write(part, tmp_path / name, figures=False, trajectories=0)
+        with visit(chromium, out, "narrow") as found:
+            cells = found.page.locator(".scores th:nth-child(2), .scores td:nth-child(2)")
+            assert "Macro" in cells.first.inner_text()
+            for box in cells.evaluate_all("all => all.map(e => e.getBoundingClientRect().toJSON())"):
+                assert 0 <= box["left"] < box["right"] <= 390
+            assert _fits(found.page)
+
+
+def test_badges_say_what_their_class_means_and_filter_by_it(chromium: Any, html: Path) -> None:
+    with visit(chromium, html, "desk") as found:
+        page, meanings = found.page, found.embedded["meanings"]
+        failed = {t["reason"] for t in found.embedded["trajectories"] if not t["correct"]}
+        assert failed | {"correct"} <= set(meanings)
+        for badge in page.locator("#list .badge").all():
+            assert badge.get_attribute("title") == meanings[badge.inner_text().removeprefix("✓ ").replace(" ", "_")]
+        assert meanings[found.current["reason"]] in page.locator("#detail .facts").inner_text()
+        assert set(page.locator(".meanings dt").all_inner_texts()) == {name.replace("_", " ") for name in meanings}
+        offered = page.locator("#by-verdict option").evaluate_all("all => all.map(o => o.value)")
+        assert offered[:3] == ["", "yes", "no"]
+        if len(failed) > 1:
+            page.select_option("#by-verdict", f"is:{min(failed)}")
+            assert page.locator("#list button").count() == sum(
+                not t["correct"] and t["reason"] == min(failed) for t in found.embedded["trajectories"]
+            )
+
+
+def test_the_strip_tells_its_tokens(chromium: Any, html: Path) -> None:
+    with visit(chromium, html, "desk") as found:
+        found.page.locator("#detail .strip i").nth(2).hover(force=True)
+        assert found.shown("position").startswith("token 3 of")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

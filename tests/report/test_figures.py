@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import re
 import subprocess
 import sys
@@ -8,14 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from conftest import Quiet, small
 
 from past_opsd import probes, shift
-from past_opsd.report import data, figures, panels, points, style
+from past_opsd.report import answers, data, figures, learning, page, panels, points, style
 from past_opsd.report.figures import Figure, Panel
 from past_opsd.train import train
 from past_opsd.types import PastError
+from past_opsd.verifiers import Reason
 
 PAPER = {
     "fig:main-learning-dynamics",
@@ -100,7 +104,7 @@ def test_full_records_give_every_figure_of_the_paper_in_report_order(found: dict
 def test_learning_panels_show_the_evaluations(runs: list[data.Run], found: dict[str, Figure]):
     first, second = only(runs, "past-17", "past-29")
     macro = panel(found["main-learning-dynamics"], "-Macro")
-    assert [p.title for p in found["main-learning-dynamics"].panels] == ["chain3", "chain4", "chain5", "Macro"]
+    assert [p.title for p in found["main-learning-dynamics"].panels] == ["Macro", "chain3", "chain4", "chain5"]
     for step, cell in zip((0, 3), column(macro, "PAST"), strict=True):
         values = [100 * run.evaluations[step].summary([])["macro/avg@4"] for run in (first, second)]
         mean, low, high = sum(values) / 2, min(values), max(values)
@@ -187,7 +191,7 @@ def test_methods_without_the_records_are_left_out(runs: list[data.Run], found: d
         "PAST",
     ]
     plain = by_name(only(runs, "sft-17"))
-    assert set(plain) == {"main-learning-dynamics", "learning-curves", "cost", "health"}
+    assert set(plain) == {"main-learning-dynamics", "cost", "health"}
     assert {p.name for p in plain["cost"].panels} == {"cost-seconds", "cost-memory"}
     two = by_name(only(runs, "opsd-17", "grpo-17"))
     assert {"teacher-mechanism", "adaptive-sampling", "past-method", "privilege-dynamics"}.isdisjoint(two)
@@ -218,7 +222,7 @@ def test_a_run_that_has_just_begun_gives_no_figure_or_fewer(runs: list[data.Run]
 
 def test_svg_takes_every_colour_from_the_page(drawn: dict[str, str]):
     for name, text in drawn.items():
-        bare = re.sub(r"var\(--(fg|grid|c[0-7]), #[0-9a-f]{6}\)", "", text)
+        bare = re.sub(rf"var\(--({'|'.join(style.THEME.values())}), #[0-9a-f]{{6}}\)", "", text)
         assert not re.search(r"#[0-9a-fA-F]{3,8}\b(?![-\w\")])", bare), name
         assert not re.search(r"(fill|stroke|color)(: |=\")(?!none)[#a-z]", bare), name
         assert not re.search(r"\b(rgb|hsl)a?\(", bare), name
@@ -279,29 +283,33 @@ def test_a_method_has_one_colour_in_all_panels(runs: list[data.Run]):
     for figure in figures.figures(runs):
         for p in figure.panels:
             with panels._matplotlib("test"):
-                for ax in panels.draw(p).axes:
+                for ax in panels.draw(p)[0].axes:
                     for line in ax.get_lines():
                         if line.get_label() == "PAST":
                             assert line.get_color() == style.SERIES[0], p.name
 
 
-def test_many_methods_stay_distinct_and_the_first_nine_are_coloured(runs: list[data.Run]):
+def test_many_methods_stay_distinct_and_no_colour_is_given_twice(runs: list[data.Run]):
     run = only(runs, "past-29")[0]
     many = [replace(run, recipe=run.recipe.model_copy(update={"name": f"m{i:02d}"})) for i in range(20)]
     looks = style.looks(data.methods(many))
-    assert len({(look.colour, str(look.dash)) for look in looks.values()}) == 20
+    first = list(looks.values())[: style.MOST_LINES]
+    assert len({(look.colour, str(look.dash)) for look in first}) == style.MOST_LINES == 12
     assert len({(look.colour, look.marker) for look in looks.values()}) == 20
+    assert [look.colour for look in looks.values()] == [*style.SERIES, *[style.OTHER] * (20 - len(style.SERIES))]
     made = by_name(many)
     macro = panel(made["main-learning-dynamics"], "-Macro")
     assert len(macro.table[0]) == 21
     with panels._matplotlib("test"):
-        ax = panels.draw(macro).axes[0]
-        assert ax.get_legend_handles_labels()[1] == [f"m{i:02d}" for i in range(9)]
+        ax = panels.draw(macro)[0].axes[0]
+        assert ax.get_legend_handles_labels()[1] == [f"m{i:02d}" for i in range(12)]
     assert "grey" in macro.note
     figures.svg(panel(made["objective-tradeoffs"], "-kl"))
 
 
 def test_labels_in_a_trade_off_do_not_cover_each_other():
+    from matplotlib.text import Text
+
     look = style.Look(style.SERIES[0], "-", "o", 0)
     many = [points.Point(f"method number {i}", look, 1.0 + 0.02 * (i % 3), 50.0 + 0.5 * i) for i in range(6)]
     with panels._matplotlib("test"):
@@ -309,7 +317,7 @@ def test_labels_in_a_trade_off_do_not_cover_each_other():
         ax = canvas.add_subplot()
         points.draw_points(ax, many, "x", "y")
         canvas.draw_without_rendering()
-        boxes = [text.get_window_extent() for text in ax.texts]
+        boxes = [Text.get_window_extent(text) for text in ax.texts]  # without the lines that lead to the points
     assert not [(i, j) for i, a in enumerate(boxes) for j, b in enumerate(boxes) if i < j and a.overlaps(b)]
 
 
@@ -360,3 +368,255 @@ def test_without_matplotlib_the_message_names_the_extra(
         figures.svg(made[0].panels[0])
     with pytest.raises(PastError, match=re.escape("pip install matplotlib")):
         figures.save(made[0], tmp_path)
+
+
+def _axes(shown: Panel):
+    with panels._matplotlib("test"):
+        canvas, spots = panels.draw(shown)
+        canvas.draw_without_rendering()
+    return canvas.axes[0], spots
+
+
+def _curve(values: dict[int, float], quantity: style.Quantity, **options: object) -> Panel:
+    line = style.Line("x", style.Look(style.SERIES[0], "-", "o", 0), {17: values})
+    return learning.curve("p", "P", [line], quantity, **options)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "values"),
+    [
+        (style.Quantity("Avg@4", "share", floor=None), (0.420, 0.427)),
+        (style.Quantity("Avg@4", "share", floor=None), (0.993, 1.0)),
+        (style.Quantity("Avg@4", "share", floor=None), (0.0, 0.007)),
+        (style.Quantity("Truncated", "share"), (0.0, 0.007)),
+        (style.Quantity("Change", "points"), (0.0, 0.007)),
+        (style.Quantity("Length"), (25.0, 25.175)),
+        (style.Quantity("KL", log=True), (0.01, 0.01007)),
+    ],
+)
+def test_a_change_of_less_than_a_percent_does_not_fill_a_panel(quantity: style.Quantity, values: tuple[float, float]):
+    ax, _ = _axes(_curve(dict(enumerate(values)), quantity))
+    (low, high), (first, last) = ax.get_ylim(), (quantity.scale * v for v in values)
+    part = math.log(last / first) / math.log(high / low) if quantity.log else (last - first) / (high - low)
+    assert 0 < part < 0.1
+    assert low <= first < last <= high
+    if quantity.kind == "share":
+        assert low >= 0
+        assert high <= 100 or quantity.floor is not None
+
+
+def test_axes_show_all_that_is_there():
+    """A large change is not cut, nor an estimated share beyond its bounds; one cycle stands in the middle."""
+    ax, _ = _axes(_curve({0: 0.1, 1: 0.9}, style.Quantity("Avg@4", "share", floor=None)))
+    assert ax.get_ylim()[0] <= 10 < 90 <= ax.get_ylim()[1]
+    ax, _ = _axes(_curve({0: -0.2, 1: 1.3}, style.Quantity("Part", "share", floor=None)))
+    assert ax.get_ylim()[0] <= -20 < 130 <= ax.get_ylim()[1]
+    ax, _ = _axes(_curve({3: 0.5}, style.Quantity("Avg@4", "share", floor=None)))
+    assert ax.get_xlim() == (2.0, 4.0)
+
+
+def test_points_that_differ_little_lie_close():
+    look = style.Look(style.SERIES[0], "-", "o", 0)
+    two = [points.Point("a", look, 1000.0, 50.0), points.Point("b", look, 1007.0, 50.7)]
+    with panels._matplotlib("test"):
+        ax = panels._canvas(4.2, 3.4).add_subplot()
+        points.draw_points(ax, two, "x", "y")
+    (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
+    assert left == 0
+    assert 7.0 / (right - left) < 0.1
+    assert 0.7 / (high - low) < 0.1
+
+
+def test_the_threshold_is_in_view_where_the_caption_speaks_of_it(runs: list[data.Run], found: dict[str, Figure]):
+    shown = panel(found["adaptive-sampling"], "-ema")
+    level = 100 * only(runs, "past-17")[0].recipe.method.success_threshold
+    assert f"Dashed: the threshold, {level:g} %." in shown.note
+    ax, _ = _axes(shown)
+    dashed = [line for line in ax.get_lines() if len(set(line.get_ydata())) == 1 and line.get_ydata()[0] == level]
+    assert dashed
+    assert ax.get_ylim()[0] < level < ax.get_ylim()[1]
+    other = replace(only(runs, "past-17")[0], recipe=_threshold(only(runs, "past-17")[0], "m", 0.25))
+    two = by_name([*only(runs, "past-17"), other])["adaptive-sampling"]
+    assert "Dashed" not in panel(two, "-ema").note
+    assert f"{level:g} % (PAST), 25 % (m)" in two.caption
+
+
+def _threshold(run: data.Run, name: str, value: float):
+    method = run.recipe.method.model_copy(update={"success_threshold": value})
+    return run.recipe.model_copy(update={"name": name, "method": method})
+
+
+def test_notes_speak_of_the_ranges_that_are_drawn(runs: list[data.Run], found: dict[str, Figure]):
+    macro = panel(found["main-learning-dynamics"], "-Macro")
+    assert "means over 1 to 2 seeds, bands are their ranges" in macro.note.lower()
+    alone = panel(by_name(only(runs, "past-17"))["main-learning-dynamics"], "-Macro")
+    assert "seeds" not in alone.note
+    assert "bands" not in alone.note
+    many = [
+        replace(run, recipe=run.recipe.model_copy(update={"name": f"m{i:02d}"}))
+        for i in range(6)
+        for run in only(runs, "past-17", "past-29")
+    ]
+    crowd = panel(by_name(many)["main-learning-dynamics"], "-Macro")
+    assert "thin bars are their ranges" in crowd.note
+    assert not [c for c in _axes(crowd)[0].collections if type(c).__name__ == "FillBetweenPolyCollection"]
+    assert "logarithmic" in found["kl-by-position"].panels[0].note
+
+
+def test_a_cycle_with_one_branch_is_not_said_to_have_two(runs: list[data.Run]):
+    run = only(runs, "past-17")[0]
+    assert "two branches that adapt" in by_name([run])["past-method"].caption
+    lines = [{k: v for k, v in line.items() if not k.startswith("teacher/correct/")} for line in run.metrics]
+    assert "the failed branch, which adapts" in by_name([replace(run, metrics=lines)])["past-method"].caption
+
+
+def _hues(shown: Panel) -> set[str]:
+    text = re.sub(r'data-hover="[^"]*"', "", figures.svg(shown))
+    return set(re.findall(r"var\(--(c\d|student[-a-z]*|teacher[-a-z]*|neutral[-a-z]*|good|bad|other),", text))
+
+
+def test_a_hue_means_a_method_and_nothing_else(runs: list[data.Run], found: dict[str, Figure], drawn: dict[str, str]):
+    roles = {"privilege-decomposition-parts", "cost-seconds", "cost-tokens", "cost-samples", "past-method-cycle"}
+    assert roles <= set(drawn)
+    for figure in found.values():
+        for shown in figure.panels:
+            used = _hues(shown)
+            assert used, shown.name
+            by_method = {name for name in used if name[0] == "c" and name[1:].isdigit()} | (used & {"other"})
+            assert by_method == (set() if shown.name in roles else used), shown.name
+    looks = style.looks(data.methods(runs))
+    verifier = panel(found["cost"], "-verifier")
+    bars = {label: _role(colour) for label, colour, _ in (row for s in _axes(verifier)[1] for row in s.rows)}
+    assert set(bars) == {"verifier calls"}
+    titles = {spot.title: spot.rows[0][1] for spot in _axes(verifier)[1]}
+    assert titles == {m.label: looks[m.name].colour for m in data.methods(runs)}
+
+
+def _role(colour: str) -> str:
+    return style.THEME[colour]
+
+
+def test_one_role_has_one_colour_in_all_panels(found: dict[str, Figure]):
+    seen: dict[str, set[str]] = {}
+    for name in ("-tokens", "-samples"):
+        for spot in _axes(panel(found["cost"], name))[1]:
+            for label, colour, _ in spot.rows[:-1]:
+                seen.setdefault(label, set()).add(_role(colour))
+    assert seen == {"student": {"student"}, "teacher": {"teacher"}}
+    phases = {label: _role(c) for s in _axes(panel(found["cost"], "-seconds"))[1] for label, c, _ in s.rows[:-1]}
+    assert phases["rollout"].startswith("student")
+    assert phases["distill"].startswith("student")
+    assert phases["draw"].startswith("teacher")
+    assert phases["adapt"].startswith("teacher")
+    assert len(set(phases.values())) == len(phases)
+
+
+_LINEAR = np.array([[0.4122214708, 0.5363325363, 0.0514459929], [0.2119034982, 0.6806995451, 0.1073969566],
+                    [0.0883024619, 0.2817188376, 0.6299787005]])  # fmt: skip
+_OKLAB = np.array([[0.2104542553, 0.7936177850, -0.0040720468], [1.9779984951, -2.4285922050, 0.4505937099],
+                   [0.0259040371, 0.7827717662, -0.8086757660]])  # fmt: skip
+# Simulated colour deficiencies (Machado, Oliveira and Fernandes 2009, severity 1), on linear light.
+_SIGHTS = {
+    "full": np.eye(3),
+    "protan": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "deutan": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+    "tritan": np.array(
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]
+    ),
+}
+
+
+def _light(colour: str) -> np.ndarray:
+    c = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
+
+
+def _distance(a: str, b: str, sight: str) -> float:
+    """In OKLab, in hundredths."""
+    seen = [np.clip(_SIGHTS[sight] @ _light(c), 0, 1) for c in (a, b)]
+    left, right = (_OKLAB @ np.cbrt(_LINEAR @ c) for c in seen)
+    return float(100 * np.linalg.norm(left - right))
+
+
+def _contrast(a: str, b: str) -> float:
+    low, high = sorted(float(_light(c) @ [0.2126, 0.7152, 0.0722]) for c in (a, b))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_colours_are_told_apart_by_every_eye_and_seen_on_the_page(theme: int):
+    css = (page.ASSETS / "report.css").read_text()
+    named = dict(re.findall(r"--([a-z0-9-]+): light-dark\((#[0-9a-f]{6}, #[0-9a-f]{6})\)", css))
+    of = {name: pair.split(", ")[theme] for name, pair in named.items()}
+    series = [of[f"c{i}"] for i in range(len(style.SERIES))]
+    if theme == 0:
+        drawn = {
+            variable: colour for colour, variable in style.THEME.items() if variable not in ("fg", "grid", "surface")
+        }
+        assert drawn == {name: of[name] for name in drawn}
+    for sight in _SIGHTS:
+        least = min(_distance(a, b, sight) for i, a in enumerate(series) for b in series[:i])
+        assert least > (10 if sight == "full" else 6), sight  # markers and dashes tell them apart as well
+    others = [
+        of[name] for name in ("student", "student-soft", "teacher", "teacher-soft", "good", "bad", "warn-line", "h6")
+    ]
+    assert min(_distance(a, b, "full") for a in series for b in others) > 6
+    assert min(_contrast(colour, of["surface"]) for colour in (*series, of["other"])) > 3
+
+
+def test_every_panel_tells_its_values_where_they_are_drawn(found: dict[str, Figure], drawn: dict[str, str]):
+    for figure in found.values():
+        for shown in figure.panels:
+            root = ElementTree.fromstring(drawn[shown.name])
+            hover = json.loads(root.get("data-hover"))
+            width, height = map(float, root.get("viewBox").split()[2:])
+            assert root.get("tabindex") == "0"
+            assert hover["spots"], shown.name
+            for kind, title, rows, places in hover["spots"]:
+                assert title, shown.name
+                assert len(places) == (len(rows) if kind == "column" else 2 if kind == "area" else 1), shown.name
+                assert all(0 <= x <= width and 0 <= y <= height for x, y in places), shown.name
+                assert all(value and 0 <= key < len(hover["keys"]) for key, value in rows), shown.name
+
+
+def test_the_values_told_are_those_of_the_table(runs: list[data.Run], found: dict[str, Figure]):
+    macro = panel(found["main-learning-dynamics"], "-Macro")
+    told = {spot.title: {label: value for label, _, value in spot.rows} for spot in _axes(macro)[1]}
+    header, rows = macro.table
+    assert told == {
+        f"student updates {row[0]}": {
+            name.removesuffix(" (%)"): f"{cell} %" for name, cell in zip(header[1:], row[1:], strict=True) if cell
+        }
+        for row in rows
+    }
+    ax, spots = _axes(macro)
+    ends = {line.get_label(): (line.get_xdata()[-1], line.get_ydata()[-1]) for line in ax.get_lines()}
+    assert {row[0]: place for row, place in zip(spots[-1].rows, spots[-1].places, strict=True)} == ends
+    samples = {spot.title: spot.rows for spot in _axes(panel(found["cost"], "-samples"))[1]}
+    cells = dict(
+        zip(column(panel(found["cost"], "-samples"), "Method"), panel(found["cost"], "-samples").table[1], strict=True)
+    )
+    assert [value for *_, value in samples["PAST"]] == [f"{cell} samples" for cell in cells["PAST"][1:]]
+
+
+def test_every_class_of_answer_is_explained(runs: list[data.Run], found: dict[str, Figure]):
+    assert set(answers.REASONS) == {reason.value for reason in Reason}
+    assert len(set(answers.REASONS.values())) == len(answers.REASONS)
+    for one in [p for p in found["health"].panels if p.title.startswith("Style: ")]:
+        assert answers.STYLES["embedded"][one.title.removeprefix("Style: ")] in one.note
+    classes = answers.reasons(data.methods(runs))
+    assert classes is not None
+    assert classes.columns == [m.label for m in data.methods(runs)]
+    assert [sum(column) for column in zip(*classes.rows.values(), strict=True)] == pytest.approx([1.0] * 4)
+    past = data.methods(only(runs, "past-17"))
+    alone = answers.reasons(past)
+    assert alone is not None
+    assert alone.columns == ["before training", "after 3"]
+    last = only(runs, "past-17")[0].evaluations[3]
+    right = sum(result.reasons.get("correct", 0) for result in last.tasks.values())
+    total = sum(sum(result.reasons.values()) for result in last.tasks.values())
+    assert alone.rows["correct"][1] == pytest.approx(right / total)

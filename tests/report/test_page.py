@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from dataclasses import replace
 from html import escape
@@ -16,7 +17,7 @@ from conftest import Quiet, small
 
 from past_opsd import report, stats
 from past_opsd.evaluate import Evaluation, TaskResult, stack
-from past_opsd.report import data, figures, page, summary, trajectories
+from past_opsd.report import answers, data, figures, page, summary, trajectories
 from past_opsd.report.data import Run
 from past_opsd.train import train
 from past_opsd.types import PastError
@@ -116,7 +117,18 @@ def test_the_document_is_whole_and_points_only_into_itself(html: str) -> None:
 
 def test_sections_stand_in_reading_order(html: str) -> None:
     ids = Document(html).ids
-    order = ["summary", "learning", "teacher", "objectives", "sampling", "privilege", "cost", "cycle", "health"]
+    order = [
+        "summary",
+        "learning",
+        "answers",
+        "teacher",
+        "objectives",
+        "sampling",
+        "privilege",
+        "cost",
+        "cycle",
+        "health",
+    ]
     found = [ids.index(i) for i in [*order, "trajectories", "recipe"] if i in ids]
     assert found == sorted(found)
     assert len(found) >= 8
@@ -135,6 +147,63 @@ def test_every_figure_has_its_caption_and_its_numbers(html: str, runs: list[Run]
             assert f'<th scope="col">{escape(str(header[0]))}</th>' in html
             assert escape(str(rows[-1][-1])) in html
     assert document.tags.count("svg") >= len(drawn)
+
+
+def test_no_panel_is_drawn_twice(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What several figures of the paper have is drawn in the first; the others lead there, their files keep it."""
+    monkeypatch.setattr(page, "svg", lambda panel: f'<svg data-name="{panel.name}"></svg>')
+    made = figures.figures(runs)
+    empty = {"unit": 1, "limits": {}, "runs": [], "vocabulary": [], "trajectories": []}
+    text = page.page(page.Content(runs, data.methods(runs), made, empty, {}))
+    shown = [p for figure in made for p in figure.panels if f'data-name="{p.name}"' in text]
+    keys = [p.shows for p in shown if p.shows]
+    assert len(keys) == len(set(keys))
+    assert set(keys) == {p.shows for figure in made for p in figure.panels if p.shows}
+    by_name = {figure.name: figure for figure in made}
+    assert len(by_name["teacher-dynamics"].panels) > 2
+    part = text[text.index('id="figure-teacher-dynamics"') :]
+    part = part[: part.index("</figure>")]
+    assert 'Correct-branch KL: above, under <a href="#figure-teacher-mechanism">' in part
+    assert part.count("<svg") == 2
+    alone = figures.figures([run for run in runs if run.folder.name == "past-17"])
+    assert "learning-curves" not in {figure.name for figure in alone}  # one method's change is its score, moved
+
+
+def test_macro_stands_beside_the_name_and_spans_do_not_magnify(runs: list[Run]) -> None:
+    scores = _bare(runs).partition('class="scores"')[2].partition("</table>")[0]
+    header = re.findall(r'<th scope="col">(.*?)</th>', scores)
+    assert header[:3] == ["Method", "Macro Avg@4", "95 % interval"]
+    alone = _bare(runs[:1]).partition('class="scores"')[2].partition("</table>")[0]
+    assert re.findall(r'<th scope="col">(.*?)</th>', alone)[:2] == ["Updates", "Macro Avg@4"]
+    rows = summary.scores(data.methods(runs))
+    close = [replace(row, macro=0.5 + 0.007 * i, interval=None) for i, row in enumerate(rows[:2])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(summary, "scores", lambda _: close)
+        marks = [float(x) for x in re.findall(r'class="dot" d="M([\d.]+) ', _bare(runs))]
+    assert abs(marks[1] - marks[0]) == pytest.approx(7.0, abs=0.2)
+
+
+def test_the_note_says_what_the_intervals_resample(runs: list[Run]) -> None:
+    assert "Intervals resample the k draws of every problem" in Document(_bare(runs)).words
+    single = replace(runs[0], evaluations={0: _evaluation(3, 1), 2: _evaluation(3, 1)})
+    assert "Intervals resample the problems" in Document(_bare([single])).words
+    nothing = replace(runs[0], evaluations={2: _evaluation(1, 1)})
+    assert "Intervals" not in Document(_bare([nothing])).words
+
+
+def test_every_class_of_answer_on_the_page_is_explained(html: str, runs: list[Run]) -> None:
+    words = Document(html.partition('id="answers"')[2].partition("</section>")[0]).words
+    found = {r for run in runs for t in run.evaluations[2].tasks.values() for r in t.reasons}
+    assert "correct" in found
+    for reason in found:
+        assert f"{reason.replace('_', ' ')} {answers.REASONS[reason]}" in words
+    browser = {"unit": 1, "limits": {}, "vocabulary": [], "runs": [{"method": "m", "seed": 1, "note": ""}]}
+    shown = [{"correct": False, "reason": r, "continuations": []} for r in ("no_box", EVIL)]
+    text = _bare(runs, browser | {"trajectories": shown})
+    legend = text.partition('class="meanings"')[2].partition("</dl>")[0]
+    assert escape(answers.REASONS["no_box"]) in legend
+    assert answers.UNKNOWN in legend
+    assert "<script" not in legend
 
 
 def test_scores_are_those_of_the_bootstrap(html: str, runs: list[Run]) -> None:
