@@ -202,7 +202,7 @@ def test_every_class_of_answer_on_the_page_is_explained(html: str, runs: list[Ru
     text = _bare(runs, browser | {"trajectories": shown})
     legend = text.partition('class="meanings"')[2].partition("</dl>")[0]
     assert escape(answers.REASONS["no_box"]) in legend
-    assert answers.UNKNOWN in legend
+    assert escape(answers.UNKNOWN) in legend
     assert "<script" not in legend
 
 
