@@ -126,12 +126,12 @@ def newest_whole(run: Path) -> tuple[Path | None, list[str]]:
     return None, notes
 
 
-def set_aside(run: Path, after: int) -> None:
-    """Damaged checkpoints after the boundary a run goes on from no longer count as its boundaries."""
+def set_aside(run: Path, after: int, label: str = "damaged") -> None:
+    """Checkpoints after the boundary a run goes on from, damaged or not wanted, no longer count as its boundaries."""
     for path in (folder(run, step) for step in steps(run) if step > after):
-        aside, number = path.with_name(f"damaged-{path.name}"), count(2)
+        aside, number = path.with_name(f"{label}-{path.name}"), count(2)
         while os.path.lexists(aside):
-            aside = path.with_name(f"damaged-{path.name}-{next(number)}")
+            aside = path.with_name(f"{label}-{path.name}-{next(number)}")
         with writing(path):
             path.rename(aside)
 

@@ -17,11 +17,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -42,9 +43,18 @@ class PeerError(PastError):
 class World:
     """This process among its peers; every operation must be called by all of them in the same order."""
 
-    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, local_size: int = 1, store: Any = None):
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        local_rank: int = 0,
+        local_size: int = 1,
+        store: Any = None,
+        end: _End | None = None,
+    ):
         self.rank, self.size = rank, size
         self.local_rank, self.local_size = local_rank, local_size
+        self.end = end
         self._store = store
         self._timeout = 0.0
 
@@ -63,6 +73,8 @@ class World:
         if self.alone:
             return
         self._timeout = timeout_seconds
+        if dist.is_initialized():  # by the script that runs us, whose channels do as well
+            return
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         store = PrefixStore("group", self._store)
         limit = timedelta(seconds=timeout_seconds)
@@ -141,23 +153,40 @@ def joined(advice: Callable[[], str] = lambda: "") -> Iterator[World]:
 
     `advice` is asked at such an end for what a person should do next.
     """
+    world = join(advice)
+    with together(world):
+        yield world
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(advice: Callable[[], str] = lambda: "") -> World:
+    """The world that the environment describes, once every process is there; a process joins once."""
     size = _variable("WORLD_SIZE", 1)
     if size == 1:
-        yield World()
-        return
+        return World()
     store, rank = _meet(size)
     end = _End(store, rank, size, advice)
     end.listen()
+    return World(rank, size, _variable("LOCAL_RANK", rank), _variable("LOCAL_WORLD_SIZE", size), store, end)
+
+
+@contextmanager
+def together(world: World) -> Iterator[None]:
+    """Whatever ends one process in here ends all, with one message."""
+    if world.end is None:
+        yield
+        return
+    if world.end.over:
+        raise PastError("the processes of this run have ended with an error; start them again")
     try:
-        yield World(rank, size, _variable("LOCAL_RANK", rank), _variable("LOCAL_WORLD_SIZE", size), store)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        yield
     except KeyboardInterrupt:
-        if rank == 0:
+        if world.first:
             raise
         raise SystemExit(130) from None
     except Exception as error:
-        text = end.last_words(error)
+        text = world.end.last_words(error)
         if text is None:
             raise SystemExit(2) from None
         raise PastError(text) from None
@@ -166,7 +195,10 @@ def joined(advice: Callable[[], str] = lambda: "") -> Iterator[World]:
 def _meet(size: int) -> tuple[Any, int]:
     """The launcher's store, once every process is there."""
     try:
-        store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=JOINING)))
+        if dist.is_initialized():
+            store, rank = cast(Any, distributed_c10d)._get_default_store(), dist.get_rank()
+        else:
+            store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=JOINING)))
         store.set_timeout(timedelta(seconds=JOINING))
         store = PrefixStore("past", store)
         store.set(f"joined/{rank}", socket.gethostname())
@@ -197,6 +229,11 @@ class _End:
         self._store, self._rank, self._size = store, rank, size
         self._advice = advice
         self._once = threading.Lock()
+
+    @property
+    def over(self) -> bool:
+        """This process has said or kept its last words."""
+        return self._once.locked()
 
     def last_words(self, error: BaseException | None) -> str | None:
         """The message, where it is this rank's to say; `error` is None when a signal asked to end."""

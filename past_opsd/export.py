@@ -164,15 +164,26 @@ def _scores(run: Path, step: int) -> list[str]:
     return [*out, ""]
 
 
-def push(folder: Path, repository: str, private: bool) -> str:
-    """Upload the folder to the hub."""
+def push(
+    folder: Path,
+    repository: str,
+    private: bool,
+    *,
+    token: str | None = None,
+    revision: str | None = None,
+    message: str | None = None,
+) -> str:
+    """Upload the folder to the hub, with the user's own token unless one is given, to `main` or a branch."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
 
-    api = HfApi()
+    api = HfApi(token=token)
     try:
-        api.create_repo(repository, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=repository, folder_path=str(folder), ignore_patterns=[MARK]))
+        made = api.create_repo(repository, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(made, branch=revision, exist_ok=True)
+        where = {"repo_id": made, "folder_path": str(folder), "revision": revision, "ignore_patterns": [MARK]}
+        return str(api.upload_folder(**where, commit_message=message))
     except HFValidationError as error:
         raise PastError(f"--push {repository}: {error}") from None
     except Exception as error:  # the transport's errors differ between versions of the hub's client

@@ -117,8 +117,10 @@ class Session:
         )
 
 
-def assemble(recipe: Recipe, verifier: Verifier | None = None, world: World | None = None) -> Session:
-    """Build the model, the task, the engine, the verifier and the method that a recipe names."""
+def assemble(
+    recipe: Recipe, verifier: Verifier | None = None, world: World | None = None, model: Model | None = None
+) -> Session:
+    """Build the model (or take the one there is), the task, the engine, the verifier and the method of a recipe."""
     world = world or World()
     threads = recipe.run.threads
     if not world.alone and not threads:
@@ -126,7 +128,7 @@ def assemble(recipe: Recipe, verifier: Verifier | None = None, world: World | No
     if threads:
         torch.set_num_threads(threads)
     seed = derive_seed(recipe.run.seed, "adapters") >> 1
-    model = Model(recipe.model, seed, world, shard=recipe.distributed.shard == "full")
+    model = model or Model(recipe.model, seed, world, shard=recipe.distributed.shard == "full")
     notes = templates.require(model.tokenizer, recipe.prompts, templates.stop_ids(model.tokenizer, model.network))
     prompts = Prompts(model.tokenizer, recipe.prompts)
     task = config.plugin("task", recipe.task.name).build(recipe.task)
@@ -185,11 +187,14 @@ def train(
     verifier: Verifier | None = None,
     stop: Callable[[], bool] = lambda: False,
     world: World | None = None,
+    step: int | None = None,
+    opened: Callable[[Session], None] = lambda parts: None,
 ) -> Outcome:
     """Run the recipe's cycles in `folder`, from the start or from the newest whole checkpoint.
 
     `verifier` takes the place of the recipe's; `stop` is asked after every cycle whether to end there. In a `world` of
-    several processes all of them call this; the first alone writes and talks.
+    several processes all of them call this; the first alone writes and talks. A resume goes on from boundary `step`
+    where that is given: what came after it is set aside. `opened` is shown the parts before the first cycle.
     """
     world = world or World()
     display = display if world.first else Silent()
@@ -207,7 +212,8 @@ def train(
         def stopping() -> bool:
             return world.any(asked() or stop())
 
-        start = _restore(parts, folder, display) if existing else _begin(parts, folder)
+        start = _restore(parts, folder, display, step) if existing else _begin(parts, folder)
+        opened(parts)
         clock = Clock(display.phase)
         parts.loop.lab.span = clock.span
         recorder = Recorder(folder) if world.first else None
@@ -299,8 +305,8 @@ def _begin(parts: Session, folder: Path) -> int:
     return 0
 
 
-def _restore(parts: Session, folder: Path, display: Display) -> int:
-    path, notes = parts.world.share(lambda: checkpoint.newest_whole(folder))
+def _restore(parts: Session, folder: Path, display: Display, step: int | None) -> int:
+    path, notes = parts.world.share(lambda: _chosen(folder, step))
     for note in notes:
         display.note(note)
     if path is None:
@@ -321,7 +327,7 @@ def _restore(parts: Session, folder: Path, display: Display) -> int:
     checkpoint.restore_method(path, state, parts.loop.method)
     parts.loop.publish()
     if parts.world.first:
-        checkpoint.set_aside(folder, after=state["next_cycle"])
+        checkpoint.set_aside(folder, after=state["next_cycle"], label="damaged" if step is None else "later")
         checkpoint.prune(folder, parts.recipe.run.keep_checkpoints, evaluation_steps(parts.recipe))
     display.note(f"resuming from {path}")
     return state["next_cycle"]
@@ -335,6 +341,18 @@ def _account(parts: Session, folder: Path, step: int, display: Display) -> None:
     if step in parts.ledger.evaluated and parts.world.share(lambda: not file.is_file()):
         _evaluate(parts, folder, step, display)
         checkpoint.restore_rng(checkpoint.folder(folder, step))
+
+
+def _chosen(folder: Path, step: int | None) -> tuple[Path | None, list[str]]:
+    if step is None:
+        return checkpoint.newest_whole(folder)
+    path = checkpoint.folder(folder, step)
+    problem = checkpoint.damage(path)
+    if problem is not None:
+        raise PastError(f"{path} cannot be resumed from: {problem}")
+    later = [number for number in checkpoint.steps(folder) if number > step]
+    kept = f"the checkpoints after boundary {step} are set aside as later-checkpoint-*, their records are dropped"
+    return path, [kept] if later else []
 
 
 def differences(saved: Any, current: Any, path: str = "") -> list[str]:

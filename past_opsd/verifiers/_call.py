@@ -95,14 +95,18 @@ def _trl(function: Callable[..., Any], problem: Problem, item: Mapping[str, Any]
         lambda column, values: None,
         lambda name, value: None,
     )
-    arguments = columns | dict(zip(_GIVEN, given, strict=True))
-    parameters = inspect.signature(function).parameters.values()
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        arguments = {p.name: arguments[p.name] for p in parameters if p.name in arguments}
-    rewards = _finished(function(**arguments))
+    rewards = _finished(function(**accepted(function, columns | dict(zip(_GIVEN, given, strict=True)))))
     if not isinstance(rewards, list | tuple) or len(rewards) != 1:
         raise TypeError(f"a reward function must give one reward for each completion, in a list; got {rewards!r:.80}")
     return rewards[0]
+
+
+def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the arguments, those that the function takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return dict(arguments)
+    return {p.name: arguments[p.name] for p in parameters if p.name in arguments}
 
 
 def _verdict(value: Any, threshold: float, text: str) -> dict[str, Any]:
