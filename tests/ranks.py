@@ -47,7 +47,7 @@ class Launcher:
         )
 
     def __call__(self, size: int, *words: str, fault: dict[str, Any] | None = None) -> Ended:
-        """`past words...` in `size` processes; `fault` says what goes wrong in which rank, see `_plant`."""
+        """`past words...`, or a script and its words, in `size` processes; `fault`: what goes wrong, see `_plant`."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._count += 1
@@ -70,6 +70,8 @@ def _serve() -> None:
 
     for line in sys.stdin:
         order = json.loads(line)
+        if order["words"][0].endswith(".py"):
+            import past_opsd.trl  # noqa: F401
         began = time.monotonic()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -125,7 +127,7 @@ def _fork(order: dict[str, Any], rank: int, port: int) -> int:
         if order["fault"].get("rank") == rank:
             _plant(order["fault"])
         try:
-            code = cli.main(order["words"])
+            code = _script(order["words"]) if order["words"][0].endswith(".py") else cli.main(order["words"])
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
     except BaseException:
@@ -136,6 +138,14 @@ def _fork(order: dict[str, Any], rank: int, port: int) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _script(words: list[str]) -> int:
+    import runpy
+
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
 
 
 def _plant(fault: dict[str, Any]) -> None:

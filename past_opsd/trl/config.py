@@ -106,7 +106,7 @@ class PASTConfig:
     vllm_server_base_url: list[str] | str | None = None
     vllm_server_host: str = "0.0.0.0"
     vllm_server_port: int = 8000
-    vllm_server_timeout: float = 600.0
+    vllm_server_timeout: float = 240.0
     vllm_gpu_memory_utilization: float = 0.3
     vllm_max_model_length: int | None = None
     vllm_tensor_parallel_size: int = 1
@@ -214,6 +214,7 @@ def recipe(
     }
     samples = args.num_generations if args.method == "grpo" else args.num_rollouts
     k = args.num_generations_eval or args.num_eval_samples
+    at = [step / cycles for step in _evaluations(args, cycles, problems)]
     data |= {"name": args.run_name or f"trl/{args.method}", "description": "", "verifier": dict(verifier)}
     data["run"] |= {
         "cycles": cycles,
@@ -233,7 +234,7 @@ def recipe(
     data["evaluation"] |= {
         "samples": k,
         "pass_k": [1, k] if k > 1 else [1],
-        "at": [step / cycles for step in _evaluations(args, cycles, problems)] if len(files) > 1 else [],
+        "at": at if len(files) > 1 else [],
         "sampling": sampling,
     }
     data["prompts"] |= _prompts(data["prompts"], args)

@@ -66,7 +66,8 @@ def _path_of(function: Reward | str) -> str | None:
     if not inspect.isfunction(function) or module is None or getattr(module, name, None) is not function:
         return None
     # Workers do not search the folder of the script that runs here, unless it is where they start.
-    root = Path(getattr(module, "__file__", "") or "").resolve().parents[module.__name__.count(".")]
+    file = Path(getattr(module, "__file__", None) or "none").resolve()
+    root = file.parents[module.__name__.count(".") + (file.name == "__init__.py")]
     found = module.__name__ != "__main__" and str(root) in {os.getcwd(), *map(os.path.abspath, sys.path[1:])}
     return f"{module.__name__}:{name}" if found else None
 

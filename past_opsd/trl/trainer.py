@@ -513,8 +513,9 @@ def _write_data(folder: Path, sets: Mapping[str, Rows], prefix: str = "") -> tup
         if not lines:
             raise PastError(f"{'train' if name == 'train' else 'eval'}_dataset holds no row")
         text = "".join(lines)
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            if not prefix and checkpoint.steps(folder):
+        there = path.is_file()
+        if not there or path.read_text(encoding="utf-8") != text:
+            if there and not prefix and checkpoint.steps(folder):
                 raise PastError(
                     f"{folder} holds a run with other data than this ({path} differs): choose another output_dir, or "
                     "give the datasets it was started with"
