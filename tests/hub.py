@@ -33,7 +33,8 @@ class Hub:
         """What the hub says to a POST."""
         if path == "/api/repos/create":
             asked = json.loads(body)
-            self.created.append({key: asked.get(key) for key in ("name", "organization", "private")})
+            private = asked.get("private") or asked.get("visibility") == "private"  # the client's versions differ
+            self.created.append({"name": asked["name"], "organization": asked["organization"], "private": private})
             return {"url": f"{self.url}/{asked.get('organization')}/{asked['name']}"}
         kind, _, revision = path.removeprefix("/api/models/me/mine/").partition("/")
         if kind == "preupload":
@@ -53,12 +54,12 @@ class Hub:
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:  # noqa: N802
+            def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 hub.tokens.add(self.headers.get("Authorization"))
                 self._say(403 if hub.refuse else 200, {} if hub.refuse else hub.answer(self.path, body))
 
-            def do_GET(self) -> None:  # noqa: N802
+            def do_GET(self) -> None:
                 self._say(404, {"error": "not found"})
 
             def _say(self, code: int, answer: Any) -> None:

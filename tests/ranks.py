@@ -66,12 +66,11 @@ class Launcher:
 def _serve() -> None:
     import past_opsd.engines.torch
     import past_opsd.train
+    import past_opsd.trl
     import past_opsd.ui  # noqa: F401
 
     for line in sys.stdin:
         order = json.loads(line)
-        if order["words"][0].endswith(".py"):
-            import past_opsd.trl  # noqa: F401
         began = time.monotonic()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
