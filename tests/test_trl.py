@@ -275,6 +275,22 @@ def test_a_checkpoint_that_is_not_there_is_a_message(trained: PASTTrainer, tmp_p
             trained.train(resume_from_checkpoint=str(wrong))
 
 
+def test_a_callback_may_save_and_look_at_the_model(tmp_path: Path):
+    class Saver(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            made.save_model(tmp_path / f"step-{state.global_step}")
+            assert made.model.active_adapter == "student"
+
+    made = make(tmp_path / "run", [Saver()], disable_tqdm=True)
+    made.train()
+    plain = make(tmp_path / "plain", disable_tqdm=True)
+    plain.train()
+    for step in (1, 2):
+        saved = load_file(tmp_path / f"step-{step}" / "adapter_model.safetensors")
+        kept = load_file(checkpoint.folder(plain.folder, step) / "adapter_model.safetensors")
+        assert all(torch.equal(value, kept[name]) for name, value in saved.items())
+
+
 def test_an_existing_run_is_neither_continued_nor_changed_by_mistake(trained: PASTTrainer):
     with pytest.raises(PastError) as error:
         trained.train()

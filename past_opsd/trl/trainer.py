@@ -78,6 +78,7 @@ class PASTTrainer:
         self.folder = Path(self.args.output_dir)
         self.world = _world(self.args, self.folder)
         self.accelerator = _Accelerator(self.world)
+        self._inside = False
         with self._shared():
             _refuse_objects(
                 model,
@@ -269,12 +270,20 @@ class PASTTrainer:
     @contextmanager
     def _shared(self) -> Iterator[None]:
         """What all processes do together; messages speak of this interface's arguments."""
+        if self._inside:  # a callback's call, in the midst of a run
+            if not self.world.alone:
+                raise PastError("callbacks run in the first process alone: call this after train(), in all of them")
+            yield
+            return
+        self._inside = True
         try:
             with together(self.world):
                 yield
         except PastError as error:
             self._network = None
             raise PastError(translate(str(error))) from None
+        finally:
+            self._inside = False
 
     def _by_first(self, act: Callable[[], T]) -> T:
         """What the first process made; a mistake it meets is everybody's."""
