@@ -25,7 +25,7 @@ from past_opsd.marked import replacing
 from past_opsd.model import Model, in_order
 from past_opsd.pretrained import SHIPPED, hub_id, load_tokenizer, resolve
 from past_opsd.reading import room
-from past_opsd.stats import bootstrap
+from past_opsd.stats import EDGE, bootstrap, choose_unit
 from past_opsd.types import PastError, derive_seed
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
@@ -152,12 +152,14 @@ def _scores(run: Path, step: int) -> list[str]:
     if not evaluations:
         return []
     names = list(evaluations[0].tasks)
-    out = ["## Scores", f"Avg@{evaluations[0].samples} in percent, with the 95 % interval of the macro average.", ""]
+    told = f"Avg@{evaluations[0].samples} in percent, with the 95 % interval of the macro average ({EDGE})."
+    out = ["## Scores", told, ""]
     out += [f"| updates | {' | '.join(names)} | macro |", "|---:" * (len(names) + 2) + "|"]
     for evaluation in evaluations:
         outcomes = evaluation.outcomes()
         cells = [f"{100 * outcomes[name].mean():.1f}" for name in names]
-        macro = bootstrap({name: values[None] for name, values in outcomes.items()}) if evaluation.samples > 1 else None
+        unit = choose_unit(sets := {name: values[None] for name, values in outcomes.items()})
+        macro = None if unit is None else bootstrap(sets, unit=unit)
         shown = "" if macro is None else f" [{100 * macro.low:.1f}, {100 * macro.high:.1f}]"
         mean = sum(float(values.mean()) for values in outcomes.values()) / len(outcomes)
         out.append(f"| {evaluation.step} | {' | '.join(cells)} | {100 * mean:.1f}{shown} |")

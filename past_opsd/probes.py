@@ -191,7 +191,8 @@ def _estimates(
             scores = by_problem(measured.problems, values[metric], mask)
             if minus is not None:
                 scores = scores - by_problem(measured.problems, minus[metric], mask)
-            out[subset][metric] = interval(scores[~np.isnan(scores)], seed)
+            bounds = (0.0 if minus is None else -1.0, 1.0) if metric == "success" else None
+            out[subset][metric] = interval(scores[~np.isnan(scores)], seed, bounds)
     return out
 
 
@@ -205,13 +206,13 @@ def by_problem(problems: Sequence[str], values: np.ndarray, mask: np.ndarray) ->
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
-def interval(scores: np.ndarray, seed: int) -> dict[str, Any] | None:
+def interval(scores: np.ndarray, seed: int, bounds: tuple[float, float] | None = None) -> dict[str, Any] | None:
     """Mean over problems with its 95 % bootstrap interval; one problem has no interval, none no estimate."""
     if len(scores) == 0:
         return None
     if len(scores) == 1:
         return {"estimate": float(scores[0]), "low": None, "high": None, "problems": 1}
-    found = stats.bootstrap_scores({"all": scores[None]}, unit="problem", seed=seed)
+    found = stats.bootstrap_scores({"all": scores[None]}, unit="problem", seed=seed, bounds=bounds)
     return {"estimate": found.estimate, "low": found.low, "high": found.high, "problems": len(scores)}
 
 

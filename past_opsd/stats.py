@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal, get_args
 
 import numpy as np
@@ -21,6 +22,9 @@ Unit = Literal["sample", "problem", "problem+seed"]
 Results = Mapping[str, npt.ArrayLike]
 Floats = npt.NDArray[np.float64]
 
+EDGE = "Wilson's bound where all came out alike"
+"""The words under tables: no interval has no width because something was never seen."""
+
 # Bounds the index arrays of the problem bootstrap: about 8 bytes each.
 _CHUNK = 2_000_000
 
@@ -31,7 +35,7 @@ _SCORES = {2: "[seeds, problems]"}
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A macro score, or a difference of two, with its percentile bootstrap interval."""
+    """A macro score, or a difference of two, with its percentile bootstrap interval, honest at the edge."""
 
     estimate: float
     low: float
@@ -113,11 +117,34 @@ def macro(scores: Mapping[str, float]) -> float:
     return math.fsum(scores.values()) / len(scores)
 
 
+def choose_unit(results: Mapping[str, np.ndarray]) -> Unit | None:
+    """One draw a problem leaves the problems to resample; one problem as well leaves nothing."""
+    if all(values.shape[2] > 1 for values in results.values()):
+        return "sample"
+    return "problem" if all(values.shape[1] > 1 for values in results.values()) else None
+
+
+def wilson(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
+    """Wilson's interval of a rate seen `successes` times in `n` independent draws; 0 of 12 gives [0, 0.24]."""
+    if not 0 <= successes <= n or n < 1:
+        raise PastError(f"wilson: {successes} successes of {n} draws is impossible")
+    z2 = _z(level) ** 2
+    middle = (successes + z2 / 2) / (n + z2)
+    half = math.sqrt(z2 * (successes * (n - successes) / n + z2 / 4)) / (n + z2)
+    return (0.0 if successes == 0 else middle - half), (1.0 if successes == n else middle + half)
+
+
+def _z(level: float) -> float:
+    if not 0.0 < level < 1.0:
+        raise PastError(f"bootstrap: level must lie between 0 and 1, got {level}")
+    return NormalDist().inv_cdf((1.0 + level) / 2.0)
+
+
 def bootstrap(
     results: Results, *, unit: Unit = "sample", resamples: int = 10_000, level: float = 0.95, seed: int = 0
 ) -> Interval:
     """The macro Avg@k of one method with its interval; `unit` as in `paired_bootstrap`."""
-    return _interval(_result_set(results, "results"), unit, resamples, level, seed)
+    return _interval(_result_set(results, "results"), unit, resamples, level, seed, (0.0, 1.0))
 
 
 def paired_bootstrap(
@@ -146,16 +173,24 @@ def paired_bootstrap(
                 f"paired_bootstrap: task {task!r} is {left[task].shape} [seeds, problems, k] in a but "
                 f"{right[task].shape} in b; evaluate both on the same seeds and problems with the same k"
             )
-    return _interval({task: left[task] - right[task] for task in left}, unit, resamples, level, seed)
+    return _interval({task: left[task] - right[task] for task in left}, unit, resamples, level, seed, (-1.0, 1.0))
 
 
 def bootstrap_scores(
-    scores: Results, *, unit: Unit = "problem", resamples: int = 10_000, level: float = 0.95, seed: int = 0
+    scores: Results,
+    *,
+    unit: Unit = "problem",
+    resamples: int = 10_000,
+    level: float = 0.95,
+    seed: int = 0,
+    bounds: tuple[float, float] | None = None,
 ) -> Interval:
     """The macro mean of any score per problem, task -> [seeds, problems], with its interval.
 
     For pass@k, Maj@k, length and the like; give the differences of two methods for a paired interval.
-    The draws behind a score are not seen here, so `unit="sample"` is not possible.
+    The draws behind a score are not seen here, so `unit="sample"` is not possible. `bounds` are the least and the
+    greatest possible score: (0, 1) for a rate, (-1, 1) for a difference of rates. Without them scores that are all
+    alike have an interval of no width.
     """
     if unit == "sample":
         raise PastError("bootstrap_scores: the samples behind a score are not known; use 'problem' or 'problem+seed'")
@@ -165,15 +200,23 @@ def bootstrap_scores(
     for task, array in arrays.items():
         if not np.isfinite(array).all():
             raise PastError(f"bootstrap_scores: task {task!r} has scores that are not finite")
-    return _interval(arrays, unit, resamples, level, seed)
+        if bounds is not None and (array.min() < bounds[0] or array.max() > bounds[1]):
+            raise PastError(f"bootstrap_scores: task {task!r} has scores outside of the bounds {bounds}")
+    return _interval(arrays, unit, resamples, level, seed, bounds)
 
 
-def _interval(values: Mapping[str, np.ndarray], unit: Unit, resamples: int, level: float, seed: int) -> Interval:
+def _interval(
+    values: Mapping[str, np.ndarray],
+    unit: Unit,
+    resamples: int,
+    level: float,
+    seed: int,
+    bounds: tuple[float, float] | None,
+) -> Interval:
     """`values` are per draw [seeds, problems, k] or, for the problem units, per problem [seeds, problems]."""
     if unit not in get_args(Unit):
         raise PastError(f"bootstrap: unknown unit {unit!r}; choose one of {', '.join(get_args(Unit))}")
-    if not 0.0 < level < 1.0:
-        raise PastError(f"bootstrap: level must lie between 0 and 1, got {level}")
+    z = _z(level)
     if resamples * (1.0 - level) < 2.0 - 1e-9:
         raise PastError(f"bootstrap: {resamples} resamples are too few for a {level:.0%} interval; 10,000 are usual")
     # Sorted, so that the interval does not depend on the order in which the tasks were given.
@@ -187,7 +230,46 @@ def _interval(values: Mapping[str, np.ndarray], unit: Unit, resamples: int, leve
         replicates = _resample_problems(scores, resamples, rng, seeds=unit == "problem+seed")
     low, high = np.quantile(replicates, [(1.0 - level) / 2.0, (1.0 + level) / 2.0])
     estimate = macro({task: float(array.mean()) for task, array in values.items()})
-    return Interval(estimate, float(low), float(high), resamples, level, unit)
+    down, up = _edge(values, unit, z, bounds) if bounds is not None else (0.0, 0.0)
+    return Interval(estimate, min(float(low), estimate - down), max(float(high), estimate + up), resamples, level, unit)
+
+
+def _edge(values: Mapping[str, np.ndarray], unit: Unit, z: float, bounds: tuple[float, float]) -> tuple[float, float]:
+    """How far below and above the estimate the truth may lie for what came out all alike and resampling cannot move.
+
+    What never happened in n draws may still happen in z^2 / (n + z^2) of them, Wilson's bound. Parts that are
+    independent, tasks among them, add up by their squares (Newcombe's way).
+    """
+    down = up = 0.0
+    for array in values.values():
+        alike, total = _alike(array, unit, bounds)
+        for value, n in alike.items():
+            unseen = z * z / (n + z * z) * n / total / len(values)
+            down += (unseen * _reach(value - bounds[0])) ** 2
+            up += (unseen * _reach(bounds[1] - value)) ** 2
+    return math.sqrt(down), math.sqrt(up)
+
+
+def _alike(array: np.ndarray, unit: Unit, bounds: tuple[float, float]) -> tuple[dict[float, int], int]:
+    """Value -> how many draws (problems) show it without exception, and how many there are.
+
+    Draws count where all of their stratum are alike; problems where all of them are alike, or are rights and wrongs.
+    """
+    if unit == "sample":
+        strata = array.reshape(-1, array.shape[2])
+        constant = strata[(strata == strata[:, :1]).all(axis=1)][:, 0]
+        values, counts = np.unique(constant, return_counts=True)
+        return {float(v): int(c) * strata.shape[1] for v, c in zip(values, counts, strict=True)}, strata.size
+    scores = array.reshape(*array.shape[:2], -1).mean(axis=(0, 2))
+    values, counts = np.unique(scores, return_counts=True)
+    if len(values) > 1 and not set(values) <= {bounds[0], 0.0, bounds[1]}:
+        return {}, len(scores)
+    return {float(v): int(c) for v, c in zip(values, counts, strict=True)}, len(scores)
+
+
+def _reach(distance: float) -> float:
+    """How far an outcome can move: to its bound; where both sides of a difference can move, by their squares."""
+    return min(distance, math.sqrt(max(0.0, distance)))
 
 
 def _check_resampling(values: Mapping[str, np.ndarray], unit: Unit) -> None:

@@ -188,7 +188,7 @@ def results(suite: Suite, rows: Sequence[Row], seeds: Sequence[int]) -> dict[str
     reference = next(row for row in rows if row.label == suite.reference)
     last = max(reference.evaluations[0])
     first = min(reference.evaluations[0])
-    base = reference.outcomes(first)
+    base, other = reference.outcomes(first), reference.outcomes(last)
     out: dict[str, Any] = {
         "suite": suite.name,
         "title": suite.title,
@@ -196,10 +196,11 @@ def results(suite: Suite, rows: Sequence[Row], seeds: Sequence[int]) -> dict[str
         "reference": suite.reference,
         "samples": reference.evaluations[0][last].samples,
         "updates": last,
-        "rows": [_scores("Base", base, reference.outcomes(last))],
+        "rows": [_scores("Base", base, other)],
     }
     for row in rows:
-        scores = _scores(row.label, row.outcomes(max(row.evaluations[0])), reference.outcomes(last))
+        at_end = other if row is reference else row.outcomes(max(row.evaluations[0]))
+        scores = _scores(row.label, at_end, other)
         curve = {step: macro_avg(row.outcomes(step)) for step in sorted(row.evaluations[0])}
         by_seed = [macro_avg({t: o[i : i + 1] for t, o in row.outcomes(max(curve)).items()}) for i in range(len(seeds))]
         extra = {"recipe": row.recipe, "curve": curve, "by_seed": by_seed, "costs": row.costs}
@@ -209,6 +210,8 @@ def results(suite: Suite, rows: Sequence[Row], seeds: Sequence[int]) -> dict[str
 
 def _scores(label: str, outcomes: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> dict[str, Any]:
     def interval(unit: stats.Unit) -> list[float]:
+        if outcomes is reference:
+            return [0.0, 0.0, 0.0]
         found = stats.paired_bootstrap(outcomes, reference, unit=unit)
         return [found.estimate, found.low, found.high]
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from past_opsd.stats import Interval
+from past_opsd.stats import EDGE, Interval
 
 Result = Mapping[str, Any]
 
@@ -50,7 +50,8 @@ def scores(result: Result) -> Sheet:
     reference = result["reference"]
     title = (
         f"{result['title']}: Avg@{result['samples']} (%) after {result['updates']} updates, seeds "
-        f"{', '.join(map(str, result['seeds']))}; difference to {reference} with its paired 95 % interval"
+        f"{', '.join(map(str, result['seeds']))}; difference to {reference} with its paired 95 % interval "
+        f"({EDGE})"
     )
     header = ("Method", *tasks, "Macro", "Seeds", "Difference")
     rows = []

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from past_opsd.evaluate import Evaluation
 from past_opsd.profiling import verdict
-from past_opsd.stats import bootstrap
+from past_opsd.stats import EDGE, bootstrap, choose_unit
 from past_opsd.tables import interval
 from past_opsd.train import Outcome
 
@@ -133,9 +133,12 @@ def evaluated(console: Console, evaluation: Evaluation, pass_k: Sequence[int]) -
         row = [f"{share * summary[f'{name}/{metric}']:.1f}" for name in (*evaluation.tasks, "macro")]
         table.add_row(metric + ("" if metric == "mean_length" else " %"), *row)
     console.print(table)
-    if evaluation.samples > 1:  # one draw a problem has nothing to resample
-        outcomes = {name: o[None] for name, o in evaluation.outcomes().items()}
-        console.print(f"macro Avg@{evaluation.samples} {interval(bootstrap(outcomes))} (95 %)", highlight=False)
+    outcomes = {name: o[None] for name, o in evaluation.outcomes().items()}
+    unit = choose_unit(outcomes)
+    if unit is not None:
+        over = "draws" if unit == "sample" else "problems"
+        found = interval(bootstrap(outcomes, unit=unit))
+        console.print(f"macro Avg@{evaluation.samples} {found} (95 %, over {over}; {EDGE})", highlight=False)
     for name, result in evaluation.tasks.items():
         reasons = ", ".join(f"{reason} {n}" for reason, n in result.reasons.items())
         console.print(f"{name}: {reasons}", highlight=False, soft_wrap=True)

@@ -23,8 +23,9 @@ from past_opsd.stats import (
     paired_bootstrap,
     pass_at_k,
     pass_scores,
+    wilson,
 )
-from past_opsd.types import PastError
+from past_opsd.types import PastError, derive_seed
 
 CASES = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "metrics" / "at_k_cases.jsonl"
 UNITS: tuple[Unit, ...] = ("sample", "problem", "problem+seed")
@@ -174,24 +175,109 @@ def test_a_difference_changes_sign_with_its_sides(unit):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_equal_methods_differ_by_nothing(unit):
+def test_methods_with_equal_outcomes_differ_by_nothing_seen(unit):
     a = result_set(1)
     interval = paired_bootstrap(a, a, unit=unit)
-    assert (interval.estimate, interval.low, interval.high) == (0, 0, 0)
+    assert interval.estimate == 0
+    # No pair differed; how many might is bounded by their number, task by task: 180 and 126 draws, 10 and 7 problems.
+    sizes = (180, 126) if unit == "sample" else (10, 7)
+    bound = math.hypot(*(wilson(0, n)[1] for n in sizes)) / 2
+    assert (-interval.low, interval.high) == pytest.approx((bound, bound))
+
+
+@pytest.mark.parametrize(("successes", "n"), [(0, 1), (0, 12), (12, 12), (3, 12), (1, 1200), (600, 1200)])
+def test_wilson_against_scipy(successes: int, n: int):
+    reference = scipy.stats.binomtest(successes, n).proportion_ci(0.9, method="wilson")
+    assert wilson(successes, n, 0.9) == pytest.approx((reference.low, reference.high), abs=1e-12)
+    with pytest.raises(PastError, match="impossible"):
+        wilson(n + 1, n)
+
+
+def test_what_never_happened_is_not_impossible():
+    """0 of 12 has Wilson's interval, whoever makes it; so has 12 of 12, and the two sides of a difference."""
+    none, all_ = {"t": np.zeros((1, 1, 12))}, {"t": np.ones((1, 1, 12))}
+    bound = wilson(0, 12)[1]
+    assert bound == pytest.approx(0.2425, abs=5e-5)
+    nothing = bootstrap(none)
+    assert (nothing.estimate, nothing.low, nothing.high) == pytest.approx((0, 0, bound))
+    everything = bootstrap(all_)
+    assert (everything.estimate, everything.low, everything.high) == pytest.approx((1, 1 - bound, 1))
+    # Newcombe's interval of 12 of 12 minus 0 of 12.
+    gap = paired_bootstrap(all_, none)
+    assert (gap.estimate, gap.low, gap.high) == pytest.approx((1, 1 - math.sqrt(2) * bound, 1))
+    tie = paired_bootstrap(none, none)
+    assert (tie.low, tie.high) == pytest.approx((-bound, bound))
+
+
+def test_the_edge_over_problems_and_tasks():
+    """Half of the problems always right and half never: nothing to resample, and an interval all the same."""
+    mixed = np.zeros((1, 10, 12))
+    mixed[:, :5] = 1
+    found = bootstrap({"t": mixed})
+    bound = wilson(0, 60)[1] / 2
+    assert (found.estimate, found.low, found.high) == pytest.approx((0.5, 0.5 - bound, 0.5 + bound))
+    # Tasks are independent: three that never succeed leave less room than one, but more than one of thrice the size.
+    one, three = bootstrap({"a": mixed[:, 5:]}), bootstrap({name: mixed[:, 5:] for name in "abc"})
+    assert wilson(0, 180)[1] < three.high < one.high
+    # One success does not close the interval again.
+    rare = np.zeros((1, 100, 12))
+    rare[0, 0, 0] = 1
+    assert bootstrap({"t": rare}).high > wilson(0, 1200)[1]
+    # Over other problems the number of problems counts, not that of draws.
+    over = bootstrap({"t": np.zeros((3, 20, 12))}, unit="problem")
+    assert (over.low, over.high) == pytest.approx((0, wilson(0, 20)[1]))
+
+
+def test_scores_of_a_known_range_get_the_edge_too():
+    same = {"t": np.zeros((1, 8))}
+    assert bootstrap_scores(same).high == 0
+    assert bootstrap_scores(same, bounds=(0, 1)).high == pytest.approx(wilson(0, 8)[1])
+    with pytest.raises(PastError, match="outside of the bounds"):
+        bootstrap_scores({"t": np.full((1, 8), 2.0)}, bounds=(0, 1))
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_ordinary_results_keep_the_plain_percentile_interval(unit):
+    a, b = result_set(1, ((3, 40, 12), (3, 30, 12)), 0.6), result_set(2, ((3, 40, 12), (3, 30, 12)), 0.4)
+    rng = np.random.default_rng(derive_seed(0, "bootstrap"))
+    values = {task: a[task] - b[task] for task in a}
+    if unit == "sample":
+        replicates = _resample_draws(values, 10_000, rng)
+    else:
+        scores = {task: value.mean(axis=2) for task, value in values.items()}
+        replicates = _resample_problems(scores, 10_000, rng, seeds=unit == "problem+seed")
+    found = paired_bootstrap(a, b, unit=unit)
+    assert (found.low, found.high) == pytest.approx(np.quantile(replicates, [0.025, 0.975]), rel=1e-12)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.02, 0.1, 0.5])
+def test_the_interval_covers_small_rates(p: float):
+    """One problem, 12 draws, a known rate: the truth lies inside as often as the binomial distribution says."""
+    inside = [
+        found.low - 1e-12 <= p <= found.high
+        for c in range(13)
+        for found in [bootstrap({"t": np.array([[[1] * c + [0] * (12 - c)]])})]
+    ]
+    covered = sum(scipy.stats.binom.pmf(c, 12, p) for c in range(13) if inside[c])
+    assert covered > 0.85
 
 
 def test_pairing_follows_the_draw_and_the_problem():
-    # The same 6 of 12 draws succeed in both methods: paired they never differ, shifted by one they do.
+    # The same 6 of 12 draws succeed in both methods: paired none of 48 differs, shifted by one all do.
     a = {"t": np.tile([0, 1], (1, 4, 6))}
     b = {"t": np.tile([1, 0], (1, 4, 6))}
-    assert paired_bootstrap(a, a).high == 0
+    assert paired_bootstrap(a, a).high == pytest.approx(wilson(0, 48)[1], rel=1e-12)
     assert paired_bootstrap(a, b).high > 0.2
     # Every problem gains exactly 1/12 although problems differ widely: other problems would gain as much.
     ladder = np.tri(11, 12, -1, dtype=int)[None]
     better = np.tri(11, 12, 0, dtype=int)[None]
+    problems, bound = {"t": better.mean(axis=2)}, wilson(0, 11)[1]
+    assert _resample_problems({"t": problems["t"] - ladder.mean(axis=2)}, 100, np.random.default_rng(0), False) == (
+        pytest.approx(np.full(100, 1 / 12))
+    )
+    # ... as far as 11 problems can tell: an unseen one in four might gain everything.
     interval = paired_bootstrap({"t": better}, {"t": ladder}, unit="problem")
-    assert interval.low == pytest.approx(1 / 12)
-    assert interval.high == pytest.approx(1 / 12)
+    assert interval.high == pytest.approx(1 / 12 + bound * 11 / 12)
 
 
 def test_sample_unit_against_scipy_on_one_stratum():

@@ -18,7 +18,7 @@ from past_opsd.report import answers, summary
 from past_opsd.report.data import Method, Run
 from past_opsd.report.figures import Figure, Panel, svg
 from past_opsd.report.style import LEAST_SPAN, widened
-from past_opsd.stats import Interval
+from past_opsd.stats import EDGE, Interval
 
 ASSETS = Path(__file__).parent / "assets"
 POLICY = (
@@ -327,7 +327,7 @@ def _resampled(rows: Sequence[summary.Row]) -> str:
         return ""
     what = "the k draws of every problem" if units == {"sample"} else "the problems"
     pairs = "; differences pair the draws of a seed and problem" if any(row.difference for row in rows) else ""
-    return f"Intervals resample {what} (percentile bootstrap, 95\u00a0%){pairs}. "
+    return f"Intervals resample {what} (percentile bootstrap, 95\u00a0%), with {EDGE}{pairs}. "
 
 
 def _difference(row: summary.Row) -> str:

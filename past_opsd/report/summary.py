@@ -94,7 +94,7 @@ def _row(
 
 
 def _own(outcomes: Outcomes) -> Interval | None:
-    unit = _unit(outcomes)
+    unit = stats.choose_unit(outcomes)
     return None if unit is None else stats.bootstrap(outcomes, unit=unit)
 
 
@@ -106,15 +106,8 @@ def _paired(a: Mapping[int, Evaluation], b: Mapping[int, Evaluation]) -> Interva
     left, right = stack([a[s] for s in common]), stack([b[s] for s in common])
     if {t: v.shape for t, v in left.items()} != {t: v.shape for t, v in right.items()}:
         return None
-    unit = _unit(left)
+    unit = stats.choose_unit(left)
     return None if unit is None else stats.paired_bootstrap(left, right, unit=unit)
-
-
-def _unit(outcomes: Outcomes) -> stats.Unit | None:
-    """One draw a problem leaves the problems to resample; one problem as well leaves nothing."""
-    if all(values.shape[2] > 1 for values in outcomes.values()):
-        return "sample"
-    return "problem" if all(values.shape[1] > 1 for values in outcomes.values()) else None
 
 
 def differences(methods: Sequence[Method]) -> dict[str, list[str]]:
