@@ -32,9 +32,14 @@ def inspect(parser: ArgumentParser) -> None:
 
 
 def train(parser: ArgumentParser) -> None:
-    """`past train`, beside the recipe."""
+    """`past train`."""
+    recipe(parser, optional=True)
     parser.add_argument("--out", type=Path, help="run folder (default runs/RECIPE-SEED)")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest whole checkpoint")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest whole checkpoint; the run's folder may stand for its recipe",
+    )
     parser.add_argument("--profile", action="store_true", help="write where the time goes to RUN/profile")
     parser.add_argument("--track", default="", metavar="NAMES", help="also log to tensorboard, wandb and/or trackio")
 

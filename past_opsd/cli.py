@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from past_opsd import __version__, arguments
+from past_opsd import __version__, arguments, life
 from past_opsd.types import PastError
 
 if TYPE_CHECKING:
@@ -61,14 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[0] not in SEVERAL and _several():
             return 2
-        code = args.run(args)
+        with life.beating(words):
+            code = args.run(args)
         sys.stdout.flush()  # here, where a reader that went away is no accident
         return code
     except PastError as error:
         print(f"past: {printable(str(error))}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("past: interrupted; the last complete checkpoint is untouched", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"past: {stop or 'stopped'}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # What is left in the buffer has nowhere to go; at the end of the process it would be tried again.
@@ -181,11 +182,23 @@ def _several() -> bool:
 
 
 def _train(args: argparse.Namespace) -> int:
+    try:
+        return _train_together(args)
+    except KeyboardInterrupt:
+        kept = None if args.out is None else life.newest_checkpoint(args.out)
+        if kept is None:
+            raise KeyboardInterrupt(f"stopped before it wrote a checkpoint; start again with: {_again(args)}") from None
+        raise KeyboardInterrupt(
+            f"stopped at once; the last checkpoint is {kept}\ncontinue with: {_again(args)}"
+        ) from None
+
+
+def _train_together(args: argparse.Namespace) -> int:
     from past_opsd import config
     from past_opsd.distributed import joined
 
     with joined(lambda: _continue(args)) as world:
-        recipe = config.load(args.recipe, args.overrides)
+        recipe = config.load(_own_recipe(args), args.overrides)
         args.out = args.out or Path("runs") / f"{recipe.name.replace('/', '-')}-{recipe.run.seed}"
         world.connect(recipe.distributed.timeout_seconds)
         if world.first:
@@ -195,6 +208,33 @@ def _train(args: argparse.Namespace) -> int:
         return 0 if train(recipe, args.out, args.resume, Silent(), world=world).finished else 130
 
 
+def _own_recipe(args: argparse.Namespace) -> str:
+    """The recipe to load; the folder of a run, given as such or by --out alone, stands for the recipe in it."""
+    from past_opsd import config
+
+    if args.recipe in config.shipped():
+        return args.recipe
+    if args.recipe is None and (args.out is None or not args.resume):
+        raise PastError("give a recipe ('past recipes' lists them); --resume --out RUN alone continues that run")
+    folder = Path(args.out if args.recipe is None else args.recipe)
+    if not folder.is_dir():
+        if args.recipe is None:
+            raise PastError(f"{folder} is no folder of a run, so there is nothing to continue; give a recipe")
+        return args.recipe
+    if not (folder / "recipe.toml").is_file():
+        raise PastError(f"{folder} holds no recipe.toml, so it is no folder of a run; give a recipe")
+    args.out = args.out or folder
+    return str(folder / "recipe.toml")
+
+
+def _again(args: argparse.Namespace) -> str:
+    """This command line once more, to continue what it began."""
+    words = [*args.words, *([] if args.resume else ["--resume"])]
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return f"the same launcher and: past {shlex.join(words)}"
+    return shlex.join([*life.program(), *words])
+
+
 def _continue(args: argparse.Namespace) -> str:
     """How a run that ended on one of several processes goes on."""
     from past_opsd import checkpoint
@@ -202,8 +242,7 @@ def _continue(args: argparse.Namespace) -> str:
     path = None if args.out is None else checkpoint.newest_whole(args.out)[0]
     if path is None:
         return ""
-    words = [*args.words, *([] if args.resume else ["--resume"])]
-    return f"The newest checkpoint is {path}; continue with the same launcher and: past {shlex.join(words)}"
+    return f"The newest checkpoint is {path}; continue with {_again(args)}"
 
 
 def _train_aloud(args: argparse.Namespace, recipe: config.Recipe, world: World) -> int:
@@ -217,9 +256,9 @@ def _train_aloud(args: argparse.Namespace, recipe: config.Recipe, world: World) 
     console, folder = Console(), args.out
     trackers = open_trackers([name for name in args.track.split(",") if name], folder, recipe)
     with ui.TrainDisplay(console, recipe.name, recipe.run.cycles) as bar, Displays(bar, trackers) as display:
-        outcome = train(recipe, folder, args.resume, display, profile=args.profile, world=world)
+        outcome = train(recipe, folder, args.resume, display, profile=args.profile, world=world, again=_again(args))
     metrics, timings = (read_lines(folder / name) for name in ("metrics.jsonl", "timings.jsonl"))
-    ui.closing(console, outcome, metrics[-1] if metrics else {}, timings, recipe.evaluation.pass_k)
+    ui.closing(console, outcome, metrics[-1] if metrics else {}, timings, recipe.evaluation.pass_k, _again(args))
     return 0 if outcome.finished else 130
 
 
@@ -278,7 +317,11 @@ def _compare(args: argparse.Namespace) -> int:
     console = Console()
     chosen = suite.find(args.suite, args.family, args.reference)
     jobs = args.jobs or os.cpu_count() or 1
-    suite.run_all(chosen, seeds, args.out, jobs, args.overrides, lambda text: console.print(text, highlight=False))
+    again = f"what is done is kept; continue with: {shlex.join([*life.program(), *args.words])}"
+    try:
+        suite.run_all(chosen, seeds, args.out, jobs, args.overrides, lambda text: console.print(text, highlight=False))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"stopped; {again}") from None
     result = suite.results(chosen, suite.collect(chosen, seeds, args.out), seeds)
     folder = suite.save(args.out, result)
     for sheet in tables.sheets(result):
@@ -338,7 +381,7 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
         Command("completion", "print what makes TAB complete past", "bash", _completion, arguments.completion),
     ),
     "Train": (
-        Command("train", "run a recipe", "embedded/past --set run.seed=29", _train, arguments.train, recipe=True),
+        Command("train", "run a recipe", "embedded/past --set run.seed=29", _train, arguments.train),
         Command(
             "inspect",
             "print what student and teacher read for one example",

@@ -369,6 +369,18 @@ def _placed(
     return out
 
 
+def places(recipe: BaseModel, path: str = "") -> set[str]:
+    """The keys of a recipe that name files and folders, or may do so."""
+    found: set[str] = set()
+    for key, info in type(recipe).model_fields.items():
+        value = recipe.__dict__[key]
+        if isinstance(value, BaseModel):
+            found |= places(value, f"{path}{key}.")
+        elif any(isinstance(mark, Place) for mark in info.metadata):
+            found |= {f"{path}{key}.{name}" for name in value} if isinstance(value, dict) else {f"{path}{key}"}
+    return found
+
+
 def _folder(sources: Mapping[str, Source], key: str) -> Path:
     """The folder of the file that wrote a key; the working folder where a command line did."""
     while key and key not in sources:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from past_opsd import boundary, config, report, stats
+from past_opsd import boundary, config, life, report, stats
 from past_opsd.evaluate import Evaluation, macro_avg, stack
 from past_opsd.files import enclosed, write_text, writing
 from past_opsd.lock import held
@@ -73,10 +74,11 @@ def _demo(
         for name, recipe_name in METHODS.items():
             recipe = config.load(recipe_name, [f"run.seed={seed}", *overrides])
             run = folder / f"{recipe_name.replace('/', '-')}-{seed}"
-            with TrainDisplay(console, f"{name} {seed}", recipe.run.cycles) as display:
-                outcome = train(recipe, run, False, display)
-            if not outcome.finished:
-                raise KeyboardInterrupt
+            again = _again(recipe_name, seed, overrides, run)
+            with _told(run, again), TrainDisplay(console, f"{name} {seed}", recipe.run.cycles) as display:
+                outcome = train(recipe, run, False, display, again=again)
+                if not outcome.finished:
+                    raise KeyboardInterrupt
             updates = recipe.run.cycles
             results[name].append(outcome.evaluations[updates])
             if name == "PAST":
@@ -85,12 +87,32 @@ def _demo(
     gain = stats.paired_bootstrap(stack(results["PAST"]), stack(results["Vanilla OPSD"]))
     console.print(f"PAST minus Vanilla OPSD: {interval(gain, sign=True)}", highlight=False)
     _save(folder / "table.json", results)
+    life.doing("looking into the teacher")
     for line in look_into(folder / f"embedded-past-{seeds[0]}"):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"{time.monotonic() - began:.0f} s; runs, rollouts and checkpoints: {folder}", highlight=False)
+    life.doing("writing the report")
     page = report.write(find([folder]), folder / "report" / "index.html")
     console.print(f"report: {page.resolve()}", highlight=False, soft_wrap=True)
     return results
+
+
+def _again(recipe: str, seed: int, overrides: Sequence[str], run: Path) -> str:
+    sets = [word for setting in (f"run.seed={seed}", *overrides) for word in ("--set", setting)]
+    return shlex.join([*life.program(), "train", recipe, *sets, "--out", str(run), "--resume"])
+
+
+@contextmanager
+def _told(run: Path, again: str) -> Iterator[None]:
+    """Where a run of the demo is stopped, say what is left of it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        text = "the demo was stopped; it begins anew when it is started again"
+        kept = life.newest_checkpoint(run)
+        if kept is not None:
+            text += f"\nthe last checkpoint is {kept}; this run alone goes on with: {again}"
+        raise KeyboardInterrupt(text) from None
 
 
 def look_into(run: Path) -> list[str]:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from past_opsd import arguments, checkpoint, config, estimate, fused
+from past_opsd import arguments, checkpoint, config, estimate, fused, life
 from past_opsd.config import Recipe
 from past_opsd.evaluate import evaluate
 from past_opsd.learner import Learner
@@ -79,7 +79,8 @@ class Watch:
         """The items, one after the other."""
         todo = list(items)
         start, task = time.monotonic(), self._progress.add_task(name, total=len(todo))
-        for item in todo:
+        for done, item in enumerate(todo):
+            life.doing(f"checking: {name}, {done + 1} of {len(todo)}")
             yield item
             self._progress.advance(task)
         self._progress.remove_task(task)
@@ -410,10 +411,10 @@ def runs(recipe: Recipe, repeats: int, watch: Watch, note: str = "") -> list[Row
         seed = recipe.run.seed + repeat
         copy, exact = small(recipe, seed), small(recipe, seed, implementation="reference")
         with _folder() as whole, _folder() as broken, _folder() as other:
-            train(copy, whole, False, _Snapshot(whole, broken))
-            train(copy, broken, True, Silent())
+            train(copy, whole, False, _Snapshot(whole, broken), patient=False)
+            train(copy, broken, True, Silent(), patient=False)
             resumed.append(float(_bytes(whole) == _bytes(broken)))
-            train(exact, other, False, Silent())
+            train(exact, other, False, Silent(), patient=False)
             a, b = _outcomes(copy, [whole, other])
         flips = int(np.sum(a != b))
         differences.append(100 * float(a.mean() - b.mean()))

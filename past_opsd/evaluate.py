@@ -130,8 +130,12 @@ def evaluate(
     seed: int,
     step: int,
     max_context: int,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
-    """Sample k responses per problem and verify them. Draws depend on (seed, problem, draw) alone, so methods pair."""
+    """Sample k responses per problem and verify them. Draws depend on (seed, problem, draw) alone, so methods pair.
+
+    `tell` hears which set is under way.
+    """
     tasks: dict[str, TaskResult] = {}
     dropped = 0
     for name, problems in task.evaluation().items():
@@ -148,6 +152,7 @@ def evaluate(
             for p, v in fitting
             for draw in range(section.samples)
         ]
+        tell(f"evaluating {name}")
         attempts = lab.attempt(work, section.sampling, versions)
         tasks[name] = _collect([p for p, _ in fitting], attempts, section.samples, task.style)
     return Evaluation(step, adapter, section.samples, dropped, tasks)

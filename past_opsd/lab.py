@@ -35,6 +35,12 @@ class Lab:
     world: World = field(default_factory=World)
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered around sampling by every rank, also by one without a request."""
+    tell: Callable[[int, int, str], None] = lambda done, total, what: None
+    """Hears how many of how many responses are drawn, where the engine counts them, and that they are verified."""
+
+    def __post_init__(self) -> None:
+        if hasattr(self.engine, "tell"):
+            setattr(self.engine, "tell", lambda done, total: self.tell(done, total, "responses"))  # noqa: B010
 
     def attempt(self, work: Sequence[Work], sampling: Sampling, versions: Mapping[Adapter, int]) -> list[Attempt]:
         """One verified attempt per item, in order: every rank gets all of them, whoever sampled."""
@@ -55,6 +61,7 @@ class Lab:
         with self.around():
             requests = [Request(w.view, w.seed) for w in work]
             responses = self.engine.sample(requests, sampling, versions)
+        self.tell(len(work), len(work), "responses, verifying them")
         with self.span("verify"):
             verdicts = (
                 self.verifier.verify([(w.problem, r) for w, r in zip(work, responses, strict=True)]) if work else []

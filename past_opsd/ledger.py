@@ -137,8 +137,8 @@ def _rewrite(file: Path, recipe: Recipe, tell: Tell) -> None:
     try:
         if file.read_bytes() == text.encode() or config.dump(config.load(file, imports=False)) == config.dump(recipe):
             return
-        was = "another one"
+        was = "of other settings"
     except (OSError, PastError):
         was = "damaged" if file.exists() else "missing"
     write_text(file, text)
-    tell(f"{file} was {was} and is written anew")
+    tell(f"{file} is written anew: it was {was}")

@@ -10,18 +10,20 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from past_opsd import config, profiling, stats, tables
+from past_opsd import config, life, profiling, stats, tables
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation, macro_avg, stack
 from past_opsd.files import write_text
@@ -112,9 +114,17 @@ def run_all(
                 waiting.append((recipe, seed, folder, settings))
     total, done, began = len(waiting), 0, time.monotonic()
     running: list[tuple[subprocess.Popen[str], str, int, float]] = []
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
+    asking = life.interruptible(lambda: f"the {len(running)} runs under way finish their cycle, then a checkpoint")
+    with asking as asked, _ended(running):
+        told = False
+        while running or (waiting and not asked()):
+            life.doing(f"{len(running)} runs under way")
+            life.count(done, total, "are done")
+            if asked() and not told:
+                told = True
+                for process, *_ in running:
+                    process.terminate()  # once: it finishes its cycle
+            while waiting and len(running) < jobs and not asked():
                 recipe, seed, folder, settings = waiting.pop(0)
                 running.append((_start(recipe, folder, settings), recipe, seed, time.monotonic()))
             ended = [item for item in running if item[0].poll() is not None]
@@ -122,23 +132,40 @@ def run_all(
                 process, recipe, seed, since = item
                 running.remove(item)
                 _, errors = process.communicate()
+                if asked() and process.returncode in (130, -signal.SIGTERM):
+                    continue
                 if process.returncode != 0:
                     raise PastError(f"{recipe}, seed {seed}: {errors.strip() or f'exit code {process.returncode}'}")
                 done += 1
                 left = (time.monotonic() - began) / done * (total - done)
                 tell(f"{done}/{total} {recipe} seed {seed}: {time.monotonic() - since:.0f} s, about {left:.0f} s left")
             time.sleep(0.05)
+        if asked():
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def _ended(running: Sequence[tuple[subprocess.Popen[str], str, int, float]]) -> Iterator[None]:
+    """Whatever still runs at the end is ended: what it had at its last checkpoint stays."""
+    try:
+        yield
     finally:
+        for _ in range(2):  # the second time at once
+            for process, *_ in running:
+                process.terminate()
+            time.sleep(0.2 * bool(running))
         for process, *_ in running:
-            process.terminate()
             process.communicate()
 
 
 def _start(recipe: str, folder: Path, settings: Sequence[str]) -> subprocess.Popen[str]:
     sets = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-m", "past_opsd", "train", recipe, "--out", str(folder), "--resume", *sets]
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), life.SWITCH: "off"}
+    group = 0 if os.name == "posix" else None  # its own: a Ctrl-C on the terminal is this process's to pass on
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, process_group=group
+    )
 
 
 def collect(suite: Suite, seeds: Sequence[int], out: Path) -> list[Row]:

@@ -21,7 +21,7 @@ from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
 from past_opsd.files import write_text
 from past_opsd.record import read_lines
-from past_opsd.train import Display
+from past_opsd.train import Display, lasting
 from past_opsd.types import PastError, derive_seed
 
 PROJECT = "past-opsd"
@@ -300,8 +300,8 @@ def open_trackers(names: Sequence[str], folder: Path, recipe: Recipe) -> list[Tr
 
 
 def _identify(name: str, folder: Path, recipe: Recipe, boundary: int) -> Start:
-    """The run's id, the same for all trackers: kept in the folder, made anew for another recipe."""
-    digest = f"{derive_seed(json.dumps(config.dump(recipe), sort_keys=True)):016x}"
+    """The run's id, the same for all trackers: kept in the folder, made anew for a recipe that is another run."""
+    digest = f"{derive_seed(json.dumps(lasting(recipe), sort_keys=True)):016x}"
     known = _read_state(folder)
     if known is None or known.recipe != digest:
         made = derive_seed(str(folder.resolve()), digest, recipe.run.seed, time.time_ns())

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import os
 import random
-import signal
+import shlex
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol, cast
 
 import torch
 
-from past_opsd import __version__, checkpoint, config, evaluate, ledger, templates
+from past_opsd import __version__, checkpoint, config, evaluate, ledger, life, templates
 from past_opsd.config import Recipe
 from past_opsd.distributed import World
 from past_opsd.files import WriteError, write_text
@@ -114,6 +112,7 @@ class Session:
             seed=derive_seed(self.recipe.run.evaluation_seed, self.recipe.run.seed),
             step=step,
             max_context=self.model.max_context,
+            tell=life.doing,
         )
 
 
@@ -128,11 +127,15 @@ def assemble(
     if threads:
         torch.set_num_threads(threads)
     seed = derive_seed(recipe.run.seed, "adapters") >> 1
-    model = model or Model(recipe.model, seed, world, shard=recipe.distributed.shard == "full")
+    if model is None:
+        life.doing(f"loading {recipe.model.path}")
+        model = Model(recipe.model, seed, world, shard=recipe.distributed.shard == "full")
     notes = templates.require(model.tokenizer, recipe.prompts, templates.stop_ids(model.tokenizer, model.network))
     prompts = Prompts(model.tokenizer, recipe.prompts)
+    life.doing("reading the data")
     task = config.plugin("task", recipe.task.name).build(recipe.task)
     problems = task.train()
+    life.doing("starting the engine and the verifier")
     engine = config.plugin("engine", recipe.engine.name).build(recipe.engine, model)
     if verifier is None:
         verifier = config.plugin("verifier", recipe.verifier.name).build(recipe.verifier)
@@ -140,9 +143,10 @@ def assemble(
     learner = Learner(model, recipe.learner, recipe.run.cycles)
     # vLLM samples from weights of its own; any other engine from the trainer's.
     around = nullcontext if recipe.engine.name == "vllm" else model.gathered
-    lab = Lab(engine, cast(Verifier, verifier), world=world, around=around)
+    lab = Lab(engine, cast(Verifier, verifier), world=world, around=around, tell=life.count)
     loop = Loop(recipe.run.seed, recipe.rollout, problems, prompts, method, lab, learner, model.max_context)
     loop.publish()
+    life.doing("at work")
     return Session(recipe, model, learner, loop, task, (*notes, *task.notes))
 
 
@@ -189,20 +193,30 @@ def train(
     world: World | None = None,
     step: int | None = None,
     opened: Callable[[Session], None] = lambda parts: None,
+    patient: bool = True,
+    again: str = "--resume",
 ) -> Outcome:
     """Run the recipe's cycles in `folder`, from the start or from the newest whole checkpoint.
 
-    `verifier` takes the place of the recipe's; `stop` is asked after every cycle whether to end there. In a `world` of
-    several processes all of them call this; the first alone writes and talks. A resume goes on from boundary `step`
+    `verifier` takes the place of the recipe's; `stop` is asked after every cycle whether to end there. A `patient` run
+    answers the first Ctrl-C by finishing its cycle. `again` is how a person continues it, for messages. In a `world`
+    of several processes all of them call this; the first alone writes and talks. A resume goes on from boundary `step`
     where that is given: what came after it is set aside. `opened` is shown the parts before the first cycle.
     """
     world = world or World()
     display = display if world.first else Silent()
+    under_way = "stopping as soon as what was loaded is put together"
+
+    def asking() -> AbstractContextManager[Callable[[], bool]]:
+        if not patient:
+            return nullcontext(lambda: False)
+        return life.interruptible(lambda: under_way if world.first else "", terminate=world.alone)
+
     with (
-        _continuable(folder),
-        _opened(recipe, folder, resume, world, display) as existing,
+        _continuable(folder, again),
+        _opened(recipe, folder, resume, world, display, again) as existing,
         session(recipe, verifier, world) as parts,
-        _interruptible() as asked,
+        asking() as asked,
     ):
         _enough(recipe, len(parts.loop.problems))
         for note in parts.notes:
@@ -212,7 +226,11 @@ def train(
         def stopping() -> bool:
             return world.any(asked() or stop())
 
-        start = _restore(parts, folder, display, step) if existing else _begin(parts, folder)
+        if existing:
+            start = _restore(parts, folder, display, step)
+        else:
+            under_way = "finishing what comes before the first cycle, then a checkpoint"
+            start = _begin(parts, folder)
         opened(parts)
         clock = Clock(display.phase)
         parts.loop.lab.span = clock.span
@@ -220,12 +238,14 @@ def train(
         if recorder is not None:
             recorder.rewind(start)
         if existing:
+            under_way = f"finishing what comes before cycle {start + 1}"
             _account(parts, folder, start, display)
         profiler = Profile(folder) if profile and world.first else None
         for k in range(start, recipe.run.cycles):
             if stopping():
                 break
             clock.cycle = k
+            under_way = _to_finish(recipe, k)
             with profiler.operations(k - start) if profiler else nullcontext():
                 cycle = parts.loop.cycle(k, clock.phase)
             clock.stop()
@@ -239,15 +259,24 @@ def train(
 
 
 @contextmanager
-def _opened(recipe: Recipe, folder: Path, resume: bool, world: World, display: Display) -> Iterator[list[int]]:
+def _opened(
+    recipe: Recipe, folder: Path, resume: bool, world: World, display: Display, again: str
+) -> Iterator[list[int]]:
     """The boundaries that the folder holds, which until the end no other process writes."""
     with held(folder, display.note) if world.first else nullcontext():
         existing = world.share(lambda: ledger.existing(folder, recipe))
         if existing and not resume:
-            raise PastError(f"{folder} already holds a run; continue it with --resume, or choose another --out")
+            raise PastError(
+                f"{folder} already holds a run; choose another folder (--out), or continue it with: {again}"
+            )
         if resume and not existing:
             display.note(f"{folder} holds no checkpoint yet; starting from the beginning")
         yield existing
+
+
+def _to_finish(recipe: Recipe, k: int) -> str:
+    then = "the evaluation there and a checkpoint" if k + 1 in evaluation_steps(recipe) else "a checkpoint"
+    return f"finishing cycle {k + 1} of {recipe.run.cycles}, then {then}"
 
 
 def _same_setup(parts: Session) -> None:
@@ -256,9 +285,9 @@ def _same_setup(parts: Session) -> None:
         return
     setups = parts.world.gather(parts.identity)
     for rank, setup in enumerate(setups):
-        changes = differences(setups[0], setup)
-        if changes:
-            lines = "\n".join(f"  {line}" for line in changes)
+        found = differences(setups[0], setup)
+        if found:
+            lines = "\n".join(f"  {line}" for line in found)
             raise PastError(f"rank {rank} has another setup than rank 0:\n{lines}")
 
 
@@ -305,22 +334,29 @@ def _begin(parts: Session, folder: Path) -> int:
     return 0
 
 
+def _evaluation(folder: Path, step: int) -> Path:
+    return folder / "evaluations" / f"step-{step:05d}.json"
+
+
+def _protected(recipe: Recipe, folder: Path) -> set[int]:
+    """Boundaries whose checkpoints stay: where the recipe evaluates, and where the run was evaluated."""
+    return evaluation_steps(recipe) | {s for s in checkpoint.steps(folder) if _evaluation(folder, s).exists()}
+
+
 def _restore(parts: Session, folder: Path, display: Display, step: int | None) -> int:
     path, notes = parts.world.share(lambda: _chosen(folder, step))
     for note in notes:
         display.note(note)
     if path is None:
-        raise PastError(f"{folder}: no checkpoint is whole; start again with another --out")
+        raise PastError(f"{folder}: no checkpoint is whole; start again in another folder (--out)")
     if not path.is_dir():
         raise PastError(
             f"rank {parts.world.rank} on {socket.gethostname()} does not see {path}; --out must be a folder that all "
             "machines share"
         )
-    saved, current = checkpoint.read_state(path).get("identity"), parts.identity
-    changes = [line for line in differences(saved, current) if not line.startswith("recipe.description: ")]
-    if changes:
-        lines = "\n".join(f"  {line}" for line in changes)
-        raise PastError(f"{folder} was started with another setup; to continue it, restore what it had:\n{lines}")
+    saved = checkpoint.read_state(path)
+    for note in _continued(folder, saved.get("identity"), parts, saved["next_cycle"]):
+        display.note(note)
     state = checkpoint.restore(path, parts.model, parts.learner)
     if checkpoint.folder(folder, state["next_cycle"]) != path:
         raise PastError(f"{path}: its state.json is that of boundary {state['next_cycle']}, so it is another run's")
@@ -328,17 +364,16 @@ def _restore(parts: Session, folder: Path, display: Display, step: int | None) -
     parts.loop.publish()
     if parts.world.first:
         checkpoint.set_aside(folder, after=state["next_cycle"], label="damaged" if step is None else "later")
-        checkpoint.prune(folder, parts.recipe.run.keep_checkpoints, evaluation_steps(parts.recipe))
+        checkpoint.prune(folder, parts.recipe.run.keep_checkpoints, _protected(parts.recipe, folder))
     display.note(f"resuming from {path}")
     return state["next_cycle"]
 
 
 def _account(parts: Session, folder: Path, step: int, display: Display) -> None:
-    """Take up what was counted before; an evaluation of this very boundary that was lost is made again."""
+    """Take up what was counted before; where an evaluation of this very boundary is due, it is made (again)."""
     steps = evaluation_steps(parts.recipe)
     parts.ledger = parts.world.share(lambda: ledger.take_up(folder, step, parts.recipe, steps, display.note))
-    file = folder / "evaluations" / f"step-{step:05d}.json"
-    if step in parts.ledger.evaluated and parts.world.share(lambda: not file.is_file()):
+    if parts.world.share(lambda: not _evaluation(folder, step).is_file()):
         _evaluate(parts, folder, step, display)
         checkpoint.restore_rng(checkpoint.folder(folder, step))
 
@@ -355,13 +390,85 @@ def _chosen(folder: Path, step: int | None) -> tuple[Path | None, list[str]]:
     return path, [kept] if later else []
 
 
-def differences(saved: Any, current: Any, path: str = "") -> list[str]:
-    """Leaves that differ, as 'key: saved -> current'."""
+FREE = frozenset(
+    {"name", "description", "run.checkpoint_every", "run.keep_checkpoints", "evaluation.at", "evaluation.pass_k"}
+    | {"verifier.workers"}
+)
+"""Keys of a recipe that may change when a run goes on: they decide what is kept and shown, not what is learned."""
+ROUNDING = frozenset(
+    {"run.threads", "learner.token_budget", "learner.loss_memory_mib", "learner.shared_prompts", "engine.batch"}
+    | {"model.gradient_checkpointing"}
+)
+"""Keys that may change too, at the price of the last bits: the same sums in another order."""
+
+
+def lasting(recipe: Recipe) -> dict[str, Any]:
+    """The settings that stay the same for as long as a run goes on: leaf -> value."""
+    leaves = {key: value for key, _, value in changes({}, config.dump(recipe))}
+    moving = FREE | ROUNDING | {"run.cycles"}
+    return {key: value for key, value in leaves.items() if key not in moving and not key.startswith("distributed.")}
+
+
+def _continued(folder: Path, saved: Any, parts: Session, done: int) -> list[str]:
+    """What a person should know of the changes since the run was started; what makes it another run is refused."""
+    refused: list[str] = []
+    notes: list[str] = []
+    places = config.places(parts.recipe)
+    for key, old, new in changes(saved, parts.identity):
+        name = key.removeprefix("recipe.")
+        told = f"{key}: {old!r} -> {new!r}"
+        if name in places and isinstance(old, str) and isinstance(new, str):
+            notes.append(f"{name} is {new} now, not {old}; what is read there is the same")
+        elif name == key or name not in FREE | ROUNDING | {"run.cycles"}:
+            refused.append(told)
+        elif name == "run.cycles":
+            problem = _other_length(parts.recipe, old, new, done)
+            refused += [f"{told} ({problem})"] if problem else []
+            notes.append(f"going on to {new} cycles instead of {old}")
+        elif name in ROUNDING:
+            notes.append(f"{name} is {new} now, not {old}: the same sums in another order, so the last bits may differ")
+    if refused:
+        lines = "\n".join(f"  {line}" for line in refused)
+        back = ""
+        if any(line.startswith("recipe.") for line in refused) and (folder / "recipe.toml").is_file():
+            back = f"\nAs it was started, it goes on with: {shlex.join(['past', 'train', str(folder), '--resume'])}"
+        raise PastError(f"{folder} was started with another setup; to continue it, restore what it had:\n{lines}{back}")
+    late = sorted(s for s in evaluation_steps(parts.recipe) if s < done and not _evaluation(folder, s).exists())
+    if late:
+        notes.append(f"not evaluated after {', '.join(map(str, late))} cycles: the run is past that")
+    return notes
+
+
+def _other_length(recipe: Recipe, old: int, new: int, done: int) -> str:
+    """Why a run cannot go on to another number of cycles; empty where it can."""
+    if new < done:
+        return f"{done} cycles are done already; take {done} or more"
+    falling = [f"learner.{role}.schedule = '{section.schedule}'" for role, section in _falling(recipe)]
+    if falling:
+        return (
+            f"{' and '.join(falling)} ends at run.cycles, so with {new} cycles every step would have had another "
+            "learning rate; start it anew in another folder (--out)"
+        )
+    return ""
+
+
+def _falling(recipe: Recipe) -> list[tuple[str, config.OptimizerSection]]:
+    both = (("student", recipe.learner.student), ("teacher", recipe.learner.teacher))
+    return [(role, section) for role, section in both if section.schedule != "constant"]
+
+
+def changes(saved: Any, current: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    """Leaves that differ: key, saved value, current value."""
     if isinstance(saved, dict) and isinstance(current, dict):
         keys = list(dict.fromkeys([*saved, *current]))
         inner = ((key, saved.get(key), current.get(key)) for key in keys)
-        return [line for key, a, b in inner for line in differences(a, b, f"{path}.{key}" if path else key)]
-    return [] if saved == current else [f"{path}: {saved!r} -> {current!r}"]
+        return [leaf for key, a, b in inner for leaf in changes(a, b, f"{path}.{key}" if path else key)]
+    return [] if saved == current else [(path, saved, current)]
+
+
+def differences(saved: Any, current: Any) -> list[str]:
+    """Leaves that differ, as 'key: saved -> current'."""
+    return [f"{key}: {a!r} -> {b!r}" for key, a, b in changes(saved, current)]
 
 
 def _boundary(parts: Session, folder: Path, step: int, display: Display, clock: Clock, last: bool) -> None:
@@ -376,7 +483,7 @@ def _boundary(parts: Session, folder: Path, step: int, display: Display, clock: 
     with clock.span("checkpoint"):
         _checkpoint(parts, folder, step)
     if parts.world.first:
-        checkpoint.prune(folder, run.keep_checkpoints, evaluation_steps(parts.recipe))
+        checkpoint.prune(folder, run.keep_checkpoints, _protected(parts.recipe, folder))
 
 
 def _evaluate(parts: Session, folder: Path, step: int, display: Display | None) -> None:
@@ -385,7 +492,7 @@ def _evaluate(parts: Session, folder: Path, step: int, display: Display | None) 
     evaluation = parts.evaluate(step)
     parts.ledger.evaluated = sorted({*parts.ledger.evaluated, step})
     if parts.world.first:
-        evaluation.save(folder / "evaluations" / f"step-{step:05d}.json")
+        evaluation.save(_evaluation(folder, step))
     if display is not None:
         display.evaluated(step, evaluation.summary(parts.recipe.evaluation.pass_k))
 
@@ -424,35 +531,14 @@ def _costs(cycle: Cycle) -> dict[str, int]:
 
 
 @contextmanager
-def _continuable(folder: Path) -> Iterator[None]:
+def _continuable(folder: Path, again: str) -> Iterator[None]:
     """Where a file could not be written, say what the run goes on from."""
     try:
         yield
     except WriteError as error:
         path, _ = checkpoint.newest_whole(folder)
-        kept = "no boundary was complete yet; put that right and start it again with --resume"
+        kept = f"no boundary was complete yet; put that right and start it again with: {again}"
         if path is not None:
             step = checkpoint.read_state(path)["next_cycle"]
-            kept = f"the run is whole up to boundary {step}; put that right and continue it from there with --resume"
+            kept = f"the run is whole up to boundary {step}; put that right and continue it from there with: {again}"
         raise PastError(f"{error}; {kept}") from None
-
-
-@contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C asks to stop at the next boundary; the second stops at once, the last checkpoint stays."""
-    asked = False
-
-    def ask(signum: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False  # signals reach the main thread only
-        return
-    previous = signal.signal(signal.SIGINT, ask)
-    try:
-        yield lambda: asked
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -6,9 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
+from past_opsd import life
 from past_opsd.evaluate import Evaluation
 from past_opsd.profiling import verdict
 from past_opsd.stats import EDGE, bootstrap, choose_unit
@@ -16,8 +18,15 @@ from past_opsd.tables import interval
 from past_opsd.train import Outcome
 
 
+class _Now(ProgressColumn):
+    """What the command does at this moment, how far it is and for how long."""
+
+    def render(self, task: Task) -> Text:
+        return Text(life.state())
+
+
 class TrainDisplay:
-    """Progress of one run: a live bar on a terminal, a line every tenth of the run elsewhere."""
+    """Progress of one run: a live bar on a terminal, a line every tenth of the run elsewhere; `life` adds its own."""
 
     def __init__(self, console: Console, title: str, cycles: int):
         self._console = console
@@ -31,6 +40,7 @@ class TrainDisplay:
             TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[state]}"),
             TimeRemainingColumn(),
             TextColumn("left"),
+            _Now(),
         )
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._progress.add_task(title, total=cycles, state="starting")
@@ -44,6 +54,7 @@ class TrainDisplay:
 
     def phase(self, cycle: int, name: str) -> None:
         self._start = self._start or (cycle, time.monotonic())
+        life.doing(f"cycle {cycle + 1} of {self._cycles}, {name}")
         done = cycle + 1 if name == "evaluate" else cycle
         self._progress.update(self._task, completed=done, state=f"{name:8s} {self._numbers}")
 
@@ -74,8 +85,9 @@ def closing(
     metrics: Mapping[str, float],
     timings: Sequence[Mapping[str, float]],
     pass_k: Sequence[int],
+    again: str,
 ) -> None:
-    """The summary at the end of a run."""
+    """The summary at the end of a run; `again` is the command that continues it."""
     if outcome.evaluations:
         console.print(evaluation_table(outcome.evaluations, pass_k))
     if metrics:
@@ -94,12 +106,10 @@ def closing(
     if outcome.finished:
         console.print(f"run: {outcome.folder}", highlight=False, soft_wrap=True)
     else:
-        console.print(
-            f"stopped after {outcome.completed} of {outcome.cycles} cycles; "
-            f"continue with --resume --out {outcome.folder}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        kept = life.newest_checkpoint(outcome.folder)
+        console.print(f"stopped after {outcome.completed} of {outcome.cycles} cycles", highlight=False)
+        console.print(f"checkpoint: {kept}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"continue with: {again}", highlight=False, soft_wrap=True, markup=False)
 
 
 def evaluation_table(evaluations: Mapping[int, Evaluation], pass_k: Sequence[int]) -> Table:

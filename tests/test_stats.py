@@ -217,7 +217,7 @@ def test_the_edge_over_problems_and_tasks():
     bound = wilson(0, 60)[1] / 2
     assert (found.estimate, found.low, found.high) == pytest.approx((0.5, 0.5 - bound, 0.5 + bound))
     # Tasks are independent: three that never succeed leave less room than one, but more than one of thrice the size.
-    one, three = bootstrap({"a": mixed[:, 5:]}), bootstrap({name: mixed[:, 5:] for name in "abc"})
+    one, three = bootstrap({"a": mixed[:, 5:]}), bootstrap(dict.fromkeys("abc", mixed[:, 5:]))
     assert wilson(0, 180)[1] < three.high < one.high
     # One success does not close the interval again.
     rare = np.zeros((1, 100, 12))

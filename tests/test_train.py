@@ -297,14 +297,14 @@ GONE = {
     "timings.jsonl": (remove, "lost: timings.jsonl lacks cycles 0-1"),
     "rollouts": (remove, "lost: rollouts/ lacks cycles 0-1"),
     "evaluations": (remove, "lost: evaluations/ lacks step 0"),
-    "recipe.toml": (remove, "recipe.toml was missing and is written anew"),
+    "recipe.toml": (remove, "recipe.toml is written anew: it was missing"),
 }
 DAMAGED = {
     "metrics.jsonl": (without_a_line, "lost: metrics.jsonl lacks cycle 0"),
     "rollouts/cycle-00001.parquet": (cut, "lost: rollouts/: cycle 1 cannot be read"),
     "continuations": (remove, "lost: continuations/ lacks cycle 1"),  # whether cycle 0 had any nobody knows any more
     "evaluations/step-00000.json": (cut, "it is damaged-step-00000.json now"),
-    "recipe.toml": (cut, "recipe.toml was damaged and is written anew"),
+    "recipe.toml": (cut, "recipe.toml is written anew: it was damaged"),
 }
 
 

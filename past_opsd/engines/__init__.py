@@ -26,7 +26,10 @@ class StaleAdapterError(PastError):
 
 
 class Engine(Protocol):
-    """Samples complete responses from published adapters."""
+    """Samples complete responses from published adapters.
+
+    One with an attribute `tell` calls it with how many of how many responses are drawn, as they come.
+    """
 
     def publish(self, adapter: Adapter, version: int) -> None:
         """Serve `adapter` as it is now, under this version."""

@@ -7,7 +7,7 @@ A request's seed alone decides its tokens (`_draw.py`), so the rest of the batch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -49,6 +49,7 @@ class TorchEngine:
         self._model = model
         self._published: dict[Adapter, int] = {"base": 0}
         self._eos = _stop_tokens(model)
+        self.tell: Callable[[int, int], None] = lambda done, total: None
 
     def publish(self, adapter: Adapter, version: int) -> None:
         if self._model.versions[adapter] != version:
@@ -101,6 +102,7 @@ class TorchEngine:
         age = torch.zeros(0, dtype=torch.long, device=device)
         logits = torch.zeros(0, device=device)
         drawn: dict[int, tuple[list[int], list[float]]] = {}
+        self.tell(0, len(requests))
         while waiting or len(rows):
             # A forward for few prompts costs as much as a step: they enter when a quarter of the seats is free.
             if len(free) >= min(len(waiting), max(1, self._options.batch // 4)) > 0:
@@ -120,6 +122,7 @@ class TorchEngine:
                 for place, length in zip(seat[over].tolist(), age[over].tolist(), strict=True):
                     drawn[sitting.pop(place)] = (tokens[place, :length].tolist(), logps[place, :length].tolist())
                     free.append(place)
+                self.tell(len(drawn), len(requests))
                 order = rows.leave(over.nonzero().squeeze(1))
                 seat, age, choice = seat[order], age[order], choice[order]
             logits = rows.step(choice) if len(rows) else logits[:0]
