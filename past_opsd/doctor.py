@@ -28,11 +28,13 @@ from rich.table import Table
 from past_opsd import arguments, checkpoint, config, estimate, fused, life
 from past_opsd.config import Recipe
 from past_opsd.evaluate import evaluate
+from past_opsd.health import counted
 from past_opsd.learner import Learner
 from past_opsd.losses import Match
 from past_opsd.methods import distill
 from past_opsd.pretrained import hardware, load_tokenizer, read_config
 from past_opsd.prompts import Prompts
+from past_opsd.record import read_lines
 from past_opsd.tasks import Problems
 from past_opsd.templates import check as check_templates
 from past_opsd.train import Session, Silent, session, train
@@ -56,6 +58,8 @@ class Row:
     observed: list[float]
     passed: int
     note: str = ""
+    warnings: tuple[str, ...] = ()
+    """What the runs of this check warned of; they fail nothing."""
 
 
 class Watch:
@@ -107,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
     for row in rows:
         if row.note:
             console.print(f"{row.name}: {row.note}", highlight=False, soft_wrap=True)
+    for warning in (warning for row in rows for warning in row.warnings):
+        console.print(f"warning: {warning}", style="bold red", highlight=False, soft_wrap=True)
     needs(console, recipe)
     failed = [row.name for row in rows if row.passed < len(row.observed)]
     if failed:
@@ -407,6 +413,7 @@ def runs(recipe: Recipe, repeats: int, watch: Watch, note: str = "") -> list[Row
     differences: list[float] = []
     resumed: list[float] = []
     even = flipped = right = count = 0
+    lines: list[dict[str, Any]] = []
     for repeat in watch.each("End-to-end difference and resume", range(repeats)):
         seed = recipe.run.seed + repeat
         copy, exact = small(recipe, seed), small(recipe, seed, implementation="reference")
@@ -414,6 +421,7 @@ def runs(recipe: Recipe, repeats: int, watch: Watch, note: str = "") -> list[Row
             train(copy, whole, False, _Snapshot(whole, broken), patient=False)
             train(copy, broken, True, Silent(), patient=False)
             resumed.append(float(_bytes(whole) == _bytes(broken)))
+            lines += read_lines(whole / "metrics.jsonl")
             train(exact, other, False, Silent(), patient=False)
             a, b = _outcomes(copy, [whole, other])
         flips = int(np.sum(a != b))
@@ -422,13 +430,16 @@ def runs(recipe: Recipe, repeats: int, watch: Watch, note: str = "") -> list[Row
         even += abs(float(np.sum(a) - np.sum(b))) <= 2 * math.sqrt(flips)
         flipped, right, count = flipped + flips, right + int(a.sum()), count + len(a)
     rollout = small(recipe).rollout
+    cut = rollout.student.max_new_tokens < recipe.rollout.student.max_new_tokens
+    # Responses that were made short here are no sign of anything.
+    trouble = tuple(text for text in counted(lines, "small cycles") if not (cut and "hit the token limit" in text))
     told = (
         f"{chosen} minus reference, in points: {flipped} of {count} outcomes differ, {right} are right; passed when "
         f"those that differ are even up to chance; two cycles of {rollout.problems_per_cycle} x "
         f"{rollout.samples_per_problem} responses of at most {rollout.student.max_new_tokens} tokens"
     )
     return [
-        Row("End-to-end paired difference", differences, even, ", ".join(filter(None, [told, note]))),
+        Row("End-to-end paired difference", differences, even, ", ".join(filter(None, [told, note])), trouble),
         semantics(recipe, repeats, watch, note),
         Row("Resume and RNG recovery", resumed, sum(map(int, resumed)), note),
     ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from past_opsd.evaluate import Evaluation
 
@@ -45,8 +48,8 @@ def entropy_health(lines: Sequence[dict[str, float]]) -> list[str]:
     return found
 
 
-def alarms(metrics: dict[str, float]) -> list[str]:
-    """Signs that a run is harming itself unseen."""
+def alarms(metrics: Mapping[str, float]) -> list[str]:
+    """What is wrong with one cycle, and what to change; numbers stand in brackets."""
     found: list[str] = []
     for key, value in metrics.items():
         if key.endswith("/alignment") and value < 0:
@@ -56,6 +59,135 @@ def alarms(metrics: dict[str, float]) -> list[str]:
             )
     if metrics.get("rollout/truncated", 0) > 0.5:
         found.append("more than half of the responses hit the token limit: raise rollout.student.max_new_tokens")
+    if metrics.get("failed/truncated", 0) > 0.5:
+        found.append(
+            "more than half of the teacher's continuations hit the token limit: raise rollout.teacher.max_new_tokens"
+        )
+    if metrics.get("rollout/empty", 0) > 0.5:
+        found.append(
+            "more than half of the responses are empty: look at the prompt and its end with 'past inspect', and at the "
+            "model's end-of-sequence tokens"
+        )
     if metrics.get("rollout/dropped", 0) > 0:
         found.append("examples were dropped because they do not fit the context: raise model.max_context")
+    if metrics.get("failed/skipped", 0) == 1:
+        found.append(
+            "every group of the failed branch was skipped, no continuation of the teacher is right: check that the "
+            "references are right and prompts.hindsight shows them, raise rollout.teacher.max_new_tokens or "
+            "method.group_max"
+        )
+    return found + _verdict_alarms(_reasons(metrics)) + _step_alarms(metrics)
+
+
+def _reasons(metrics: Mapping[str, float]) -> Counter[str]:
+    """Why verdicts were what they were, of the student's responses and the teacher's continuations together."""
+    found: Counter[str] = Counter()
+    for key, count in metrics.items():
+        branch, _, reason = key.partition("/reason/")
+        if reason and branch in ("rollout", "failed"):
+            found[reason] += int(count)
+    return found
+
+
+def _verdict_alarms(reasons: Mapping[str, int]) -> list[str]:
+    """Verdicts that say nothing about the response."""
+    found: list[str] = []
+    total = sum(reasons.values())
+    failed = {reason: reasons[reason] for reason in ("error", "crashed", "timeout") if reasons.get(reason)}
+    if sum(failed.values()) > 0.1 * total:
+        listed = ", ".join(f"{reason} {n}" for reason, n in failed.items())
+        found.append(
+            f"the verifier itself failed ({listed} of {total}), and such responses count as wrong: mend the function, "
+            "or raise verifier.timeout or verifier.memory_mb"
+        )
+    if reasons.get("bad_gold"):
+        found.append(
+            f"the reference answer is empty or cannot be read ({reasons['bad_gold']} of {total} verdicts), and such "
+            "responses count as wrong: find the rows with 'past data check'"
+        )
+    return found
+
+
+def _step_alarms(metrics: Mapping[str, float]) -> list[str]:
+    found: list[str] = []
+    if metrics.get("student/stepped") == 0:
+        found.append(
+            "the student took no step, nothing was left to learn from: see the other warnings, or give a cycle more "
+            "problems or samples"
+        )
+    if metrics.get("teacher/stepped") == 0 and metrics.get("failed/samples", 0) > 0:
+        found.append("the teacher took no step, no trajectory was left to adapt it on: see the other warnings")
+    for role in ("student", "teacher"):
+        if metrics.get(f"{role}/stepped") == 1 and metrics.get(f"{role}/grad_norm") == 0:
+            found.append(
+                f"the {role}'s gradient was exactly zero: its step taught nothing; look at its loss and prompts"
+            )
+    return found
+
+
+STREAK = 10
+"""So many cycles in a row are no accident."""
+DROUGHTS: dict[str, tuple[str, float]] = {
+    "no response of the student is right, so nothing shows what to keep: take easier problems, raise "
+    "rollout.student.max_new_tokens, or check the answers with 'past verify'": ("rollout/success", 0.0),
+    "every response of the student is right, so there is nothing to correct: take harder problems": (
+        "rollout/success",
+        1.0,
+    ),
+    "the teacher's policy gradient has no step, no group holds both right and wrong continuations: raise "
+    "method.group_max or rollout.teacher.temperature, or take other problems": ("failed/mixed", 0.0),
+}
+"""What may be so in one cycle but not in all: words -> a number of the cycle's record that stays at a value."""
+
+
+def droughts(lines: Sequence[Mapping[str, float]]) -> list[str]:
+    """What was so in every cycle of a run, or in many of them in a row."""
+    found: list[str] = []
+    for text, (key, value) in DROUGHTS.items():
+        held = [line[key] == value for line in lines if key in line]
+        longest = max((len(list(run)) for so, run in groupby(held) if so), default=0)
+        if longest >= min(STREAK, max(3, len(held))):
+            found.append(f"in {'all ' if longest == len(held) else ''}{longest} cycles in a row: {text}")
+    return found
+
+
+class Watcher:
+    """Warns of a run as it goes, of each thing once; the count at the end tells how often it was so."""
+
+    def __init__(self, before: Sequence[Mapping[str, float]]):
+        self._lines = list(before)[-STREAK:]
+        self._told: set[str] = set()
+
+    def see(self, metrics: Mapping[str, float]) -> list[str]:
+        """What the newest cycle shows for the first time."""
+        self._lines = [*self._lines, metrics][-STREAK:]
+        found = alarms(metrics)
+        if len(self._lines) == STREAK:
+            found += droughts(self._lines)
+        new = [text for text in found if kind(text) not in self._told]
+        self._told |= set(map(kind, new))
+        return new
+
+
+def kind(alarm: str) -> str:
+    """An alarm without its numbers."""
+    return re.sub(r" \([^)]*\)|^in (all )?\d+ cycles in a row: ", "", alarm)
+
+
+def counted(lines: Sequence[Mapping[str, float]], what: str) -> list[str]:
+    """Each alarm of some cycles once, with how many of them it is of."""
+    kinds = Counter(name for line in lines for name in {kind(text): None for text in alarms(line)})
+    return [f"in {n} of {len(lines)} {what}: {text}" for text, n in kinds.items()]
+
+
+def evaluation_alarms(evaluation: Evaluation) -> list[str]:
+    """What makes an evaluation's score say little."""
+    found: list[str] = []
+    for name, result in evaluation.tasks.items():
+        found += [f"evaluation of {name}: {text}" for text in _verdict_alarms(result.reasons)]
+        if result.truncated > 0.5:
+            found.append(
+                f"evaluation of {name}: more than half of the responses hit the token limit: raise "
+                "evaluation.sampling.max_new_tokens"
+            )
     return found

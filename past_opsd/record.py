@@ -225,6 +225,7 @@ def summarise(cycle: Cycle) -> dict[str, float]:
             "rollout/success": _mean([a.verdict.correct for a in attempts]),
             "rollout/mean_length": _mean(lengths),
             "rollout/truncated": _mean([not a.response.finished for a in attempts]),
+            "rollout/empty": _mean([not a.response.text.strip() for a in attempts]),
         }
     out |= {f"rollout/reason/{r}": n for r, n in sorted(Counter(a.verdict.reason for a in attempts).items())}
     if cycle.draws:
@@ -241,6 +242,7 @@ def summarise(cycle: Cycle) -> dict[str, float]:
             "failed/skipped": sum(d.skipped for d in cycle.draws) / n,
             "failed/retried": sum(d.retried for d in cycle.draws) / n,
         }
+        out |= {f"failed/reason/{r}": n for r, n in sorted(Counter(c.verdict.reason for c in drawn).items())}
     return out | cycle.metrics
 
 

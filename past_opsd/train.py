@@ -25,7 +25,7 @@ from past_opsd import __version__, checkpoint, config, evaluate, ledger, life, t
 from past_opsd.config import Recipe
 from past_opsd.distributed import World
 from past_opsd.files import WriteError, write_text
-from past_opsd.health import alarms, entropy_health, health
+from past_opsd.health import Watcher, counted, droughts, entropy_health, evaluation_alarms, health
 from past_opsd.lab import Lab
 from past_opsd.learner import Learner
 from past_opsd.ledger import Ledger
@@ -240,6 +240,7 @@ def train(
         if existing:
             under_way = f"finishing what comes before cycle {start + 1}"
             _account(parts, folder, start, display)
+        watcher = Watcher(read_lines(folder / "metrics.jsonl")) if world.first else Watcher([])
         profiler = Profile(folder) if profile and world.first else None
         for k in range(start, recipe.run.cycles):
             if stopping():
@@ -250,7 +251,10 @@ def train(
                 cycle = parts.loop.cycle(k, clock.phase)
             clock.stop()
             if recorder is not None:
-                _record(recorder, k, cycle, parts.ledger.costs, clock, display)
+                metrics = _record(recorder, k, cycle, parts.ledger.costs, clock)
+                for warning in watcher.see(metrics):
+                    display.note(f"cycle {k}: {warning}")
+                display.cycle(k, metrics)
             _boundary(parts, folder, k + 1, display, clock, last=stopping())
             if profiler:
                 profiler.write(clock)
@@ -291,13 +295,10 @@ def _same_setup(parts: Session) -> None:
             raise PastError(f"rank {rank} has another setup than rank 0:\n{lines}")
 
 
-def _record(recorder: Recorder, k: int, cycle: Cycle, totals: dict[str, int], clock: Clock, display: Display) -> None:
+def _record(recorder: Recorder, k: int, cycle: Cycle, totals: dict[str, int], clock: Clock) -> dict[str, float]:
     for name, count in _costs(cycle).items():
         totals[name] = totals.get(name, 0) + count
-    metrics = recorder.cycle(k, cycle, totals, clock.seconds(k))
-    for warning in alarms(metrics):
-        display.note(f"cycle {k}: {warning}")
-    display.cycle(k, metrics)
+    return recorder.cycle(k, cycle, totals, clock.seconds(k))
 
 
 def _enough(recipe: Recipe, problems: int) -> None:
@@ -312,13 +313,11 @@ def outcome(recipe: Recipe, folder: Path, completed: int) -> Outcome:
     """What the folder of a run shows."""
     files = sorted((folder / "evaluations").glob("step-*.json"))
     evaluations = {e.step: e for e in map(evaluate.Evaluation.load, files)}
-    warned: dict[str, int] = {}
     lines = read_lines(folder / "metrics.jsonl")
-    for line in lines:
-        for text in alarms(line):
-            warned[text.split(" (")[0]] = warned.get(text.split(" (")[0], 0) + 1
-    warnings = [f"{text} in {n} of {completed} cycles" for text, n in warned.items()]
+    warnings = counted(lines, "cycles") + droughts(lines)
     warnings += health(evaluations, recipe.evaluation.pass_k) + entropy_health(lines) + ledger.warnings(folder)
+    if evaluations:
+        warnings += evaluation_alarms(evaluations[max(evaluations)])
     return Outcome(folder, completed, recipe.run.cycles, evaluations, warnings)
 
 
@@ -431,7 +430,8 @@ def _continued(folder: Path, saved: Any, parts: Session, done: int) -> list[str]
         lines = "\n".join(f"  {line}" for line in refused)
         back = ""
         if any(line.startswith("recipe.") for line in refused) and (folder / "recipe.toml").is_file():
-            back = f"\nAs it was started, it goes on with: {shlex.join(['past', 'train', str(folder), '--resume'])}"
+            words = [*life.program(), "train", str(folder), "--resume"]
+            back = f"\nAs it was started, it goes on with: {shlex.join(words)}"
         raise PastError(f"{folder} was started with another setup; to continue it, restore what it had:\n{lines}{back}")
     late = sorted(s for s in evaluation_steps(parts.recipe) if s < done and not _evaluation(folder, s).exists())
     if late:

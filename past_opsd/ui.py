@@ -12,6 +12,7 @@ from rich.text import Text
 
 from past_opsd import life
 from past_opsd.evaluate import Evaluation
+from past_opsd.health import evaluation_alarms
 from past_opsd.profiling import verdict
 from past_opsd.stats import EDGE, bootstrap, choose_unit
 from past_opsd.tables import interval
@@ -152,5 +153,7 @@ def evaluated(console: Console, evaluation: Evaluation, pass_k: Sequence[int]) -
     for name, result in evaluation.tasks.items():
         reasons = ", ".join(f"{reason} {n}" for reason, n in result.reasons.items())
         console.print(f"{name}: {reasons}", highlight=False, soft_wrap=True)
+    for warning in evaluation_alarms(evaluation):
+        console.print(f"warning: {warning}", style="bold red", highlight=False, soft_wrap=True)
     if evaluation.dropped:
         console.print(f"{evaluation.dropped} problems were left out: prompt and response do not fit", style="bold red")
