@@ -430,8 +430,8 @@ def _continued(folder: Path, saved: Any, parts: Session, done: int) -> list[str]
         lines = "\n".join(f"  {line}" for line in refused)
         back = ""
         if any(line.startswith("recipe.") for line in refused) and (folder / "recipe.toml").is_file():
-            words = [*life.program(), "train", str(folder), "--resume"]
-            back = f"\nAs it was started, it goes on with: {shlex.join(words)}"
+            command = [*life.program(), "train", str(folder), "--resume"]
+            back = f"\nAs it was started, it goes on with: {shlex.join(command)}"
         raise PastError(f"{folder} was started with another setup; to continue it, restore what it had:\n{lines}{back}")
     late = sorted(s for s in evaluation_steps(parts.recipe) if s < done and not _evaluation(folder, s).exists())
     if late:

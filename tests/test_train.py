@@ -131,6 +131,57 @@ def test_resuming_with_another_setup_is_refused_with_the_difference(
     assert expected in str(caught.value)
 
 
+def test_a_run_can_be_extended_to_what_a_longer_one_would_be(
+    unbroken: Path, tmp_path: Path, small_recipe, quiet: Quiet
+):
+    """A finished run of three cycles goes on to five: the bits of five in one go, and nothing is lost."""
+    longer = [*KILLED, "run.cycles=5"]
+    train(small_recipe("embedded/past", *longer), tmp_path / "whole", False, Quiet())
+    folder = tmp_path / "extended"
+    shutil.copytree(unbroken, folder)
+    assert train(small_recipe("embedded/past", *longer), folder, True, quiet).finished
+    assert any("going on to 5 cycles instead of 3" in note for note in quiet.notes)
+    whole, extended = fingerprint(tmp_path / "whole", 5), fingerprint(folder, 5)
+    assert extended.pop("evaluations/step-00003.json")  # the end of the shorter run stays recorded
+    assert extended == whole
+    assert 3 in checkpoint.steps(folder)
+    assert "cycles = 5" in (folder / "recipe.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["run.cycles=2"], r"recipe\.run\.cycles: 3 -> 2 \(3 cycles are done already; take 3 or more\)"),
+        (["run.cycles=5", "method.beta_kl=0.1"], r"recipe\.method\.beta_kl: 0\.05 -> 0\.1\nAs it was started"),
+    ],
+)
+def test_another_length_is_refused_with_the_reason(
+    unbroken: Path, tmp_path: Path, small_recipe, quiet: Quiet, overrides: list[str], expected: str
+):
+    shutil.copytree(unbroken, tmp_path / "run")
+    with pytest.raises(PastError, match=expected) as caught:
+        train(small_recipe("embedded/past", *KILLED, *overrides), tmp_path / "run", True, quiet)
+    assert "run.cycles: 3 -> 5" not in str(caught.value)  # that alone would be allowed
+    assert fingerprint(tmp_path / "run") == fingerprint(unbroken)
+
+
+def test_a_schedule_that_ends_with_the_run_cannot_be_extended(tmp_path: Path, small_recipe, quiet: Quiet):
+    sets = ["evaluation.at=[]", "learner.student.schedule='cosine'"]
+    train(small_recipe("embedded/opsd", *sets, "run.cycles=1"), tmp_path / "run", False, quiet)
+    with pytest.raises(PastError, match=r"learner\.student\.schedule = 'cosine' ends at run\.cycles"):
+        train(small_recipe("embedded/opsd", *sets, "run.cycles=2"), tmp_path / "run", True, quiet)
+
+
+def test_what_is_kept_and_shown_may_change_and_rounding_is_told(half: Path, small_recipe, quiet: Quiet):
+    free = ["run.checkpoint_every=1", "run.keep_checkpoints=5", "evaluation.at=[0.0, 0.34, 0.67, 1.0]"]
+    sets = [*KILLED, *free, "learner.token_budget=8000"]
+    assert train(small_recipe("embedded/past", *sets), half, True, quiet).finished
+    told = "\n".join(quiet.notes)
+    assert "learner.token_budget is 8000 now" in told
+    assert "not evaluated after 1 cycles: the run is past that" in told
+    assert (half / "evaluations" / "step-00002.json").exists()  # asked for where the run goes on: made now
+
+
 def other_model(folder: Path, change: str) -> Path:
     from past_opsd.tasks import embedded
 
