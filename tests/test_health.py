@@ -14,7 +14,14 @@ from past_opsd.report import data
 from past_opsd.train import Outcome, train
 
 RAISES = ("verifier.name='function'", "verifier.path='json:loads'")  # json.loads(response, problem) is a TypeError
-AGREES = ("verifier.name='function'", "verifier.path='operator:ne'")  # no response is a problem: always right
+AGREES = ("verifier.name='function'", "verifier.path='agreeable:right'")
+
+
+@pytest.fixture
+def _agreeable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verifier of one's own that finds everything right."""
+    (tmp_path / "agreeable.py").write_text("def right(response, problem):\n    return True\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
 def tiny(small_recipe, folder: Path, name: str, *overrides: str) -> tuple[Outcome, str, str]:
@@ -41,12 +48,14 @@ def test_teacher_truncation_is_told(tmp_path: Path, small_recipe):
     assert "in 3 of 3 cycles: more than half of the teacher's continuations hit the token limit" in after
 
 
+@pytest.mark.usefixtures("_agreeable")
 def test_a_student_that_is_always_right_is_told(tmp_path: Path, small_recipe):
     _, _, after = tiny(small_recipe, tmp_path / "run", "embedded/past", *AGREES)
     assert "in all 3 cycles in a row: every response of the student is right" in after
     assert "take harder problems" in after
 
 
+@pytest.mark.usefixtures("_agreeable")
 def test_a_policy_gradient_without_a_step_is_told(tmp_path: Path, small_recipe):
     """GRPO where all of a group are alike: no advantage, no term, no step."""
     _, during, after = tiny(small_recipe, tmp_path / "run", "embedded/grpo", *AGREES)
