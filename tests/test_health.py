@@ -21,7 +21,7 @@ AGREES = ("verifier.name='function'", "verifier.path='agreeable:right'")
 def _agreeable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A verifier of one's own that finds everything right."""
     (tmp_path / "agreeable.py").write_text("def right(response, problem):\n    return True\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def tiny(small_recipe, folder: Path, name: str, *overrides: str) -> tuple[Outcome, str, str]:
