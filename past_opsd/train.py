@@ -416,7 +416,7 @@ def _continued(folder: Path, saved: Any, parts: Session, done: int) -> list[str]
     for key, old, new in changes(saved, parts.identity):
         name = key.removeprefix("recipe.")
         told = f"{key}: {old!r} -> {new!r}"
-        if name in places and isinstance(old, str) and isinstance(new, str):
+        if name in places and all(isinstance(value, str) for value in (old, new)):
             notes.append(f"{name} is {new} now, not {old}; what is read there is the same")
         elif name == key or name not in FREE | ROUNDING | {"run.cycles"}:
             refused.append(told)
