@@ -1,216 +1,396 @@
 r"""Does an answer equal the gold answer? Runs in a worker process that can be killed; never in the caller's.
 
-math-verify 0.9 compares; latex2sympy2-extended, its parser, reads. Both texts come cleaned (`_normalise.clean`).
-What math-verify accepts is checked once more where it is known to accept wrong answers. A parsed object is
-never printed: its text can be exponentially long.
+Both texts come cleaned (`_normalise.clean`) and are read as typed values (`_values.parse`). The gold answer's kind
+decides what an answer may be. A value is never printed: its text can be exponentially long.
 """
 
 from __future__ import annotations
 
-import logging
+import json
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import gcd
 
 import sympy
-from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
-from math_verify import verify
-from math_verify.grader import should_treat_as_complex
-from sympy.core.relational import Relational
+from sympy.core.function import AppliedUndef
 
-from past_opsd.verifiers import Reason
-from past_opsd.verifiers._normalise import has_adjacent_numbers, split_top
-
-# It warns that its own time limit is off; the process's limit takes its place.
-logging.getLogger("math_verify").setLevel(logging.ERROR)
-
-_READ = NormalizationConfig(
-    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+from past_opsd.verifiers import Reason, _units
+from past_opsd.verifiers._latex import Unread
+from past_opsd.verifiers._normalise import clean
+from past_opsd.verifiers._prose import conclusion
+from past_opsd.verifiers._regions import Piece, Region
+from past_opsd.verifiers._values import (
+    Based,
+    Cases,
+    Choice,
+    Clock,
+    Contradiction,
+    Equation,
+    Items,
+    Matrix,
+    Number,
+    Ratio,
+    Relation,
+    Span,
+    Value,
+    Word,
+    as_span,
+    is_zero,
+    parse,
+    rounds_to,
 )
-_TOLERANCE = sympy.Float("5e-6", 20)
-_POINTS = (sympy.Rational(7, 5), sympy.Rational(17, 13), sympy.Rational(31, 19))
-_EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
-_NAMED = re.compile(r"\s*(?P<base>[A-Za-z]+|\\[a-z]+)(?:_(?:\w|\{\w+\}))?\s*=(?P<value>[^=]+)")
-_BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?(\d+)\}?")
-_DEGREES_IN_TRIG = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc).*\\circ")
+
+_LONG = 6  # decimal places from which a gold answer is itself taken for a rounding
+_SCIENTIFIC_DIGITS = 3
+_POINTS = tuple(sympy.Rational(a, b) for a, b in ((7, 5), (17, 13), (31, 19), (43, 37), (59, 53), (71, 67), (83, 79)))
+_SETTINGS = (1, 2, -1)  # the points as they are, others, and negative ones
 
 
-def compare(gold: str, answer: str) -> str:
-    """The reason of the verdict on two cleaned answers that are not the same text."""
-    gold, answer = align_names(gold, answer)
-    if different_bases(gold, answer):
-        return Reason.WRONG.value
-    target = read(gold)
-    if target is None:
-        target = read(_EQUALS.split(gold)[-1])
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What is a matter of convention; see the verifier's options."""
+
+    decimals: str = "exact"
+    percent: str = "strict"
+    units: str = "strict"
+    lists: str = "unordered"
+
+
+def judge(gold: str, answer: str, rules: str = "{}") -> str:
+    """The reason of the verdict on two cleaned answers that are not the same text. `rules` is JSON."""
+    try:
+        target = _gold(gold)
+    except RecursionError:
+        return Reason.TOO_COMPLEX.value
     if target is None:
         return Reason.BAD_GOLD.value
-    if has_adjacent_numbers(answer) and not has_adjacent_numbers(gold):
-        return Reason.UNPARSEABLE.value
-    said = conclusion(answer, is_gold_equation="=" in gold)
-    if said is None:
-        return Reason.WRONG.value
-    found = read(said)
-    if found is None:
-        return Reason.UNPARSEABLE.value
-    return (Reason.CORRECT if equal(target, found, percent="%" in gold + answer) else Reason.WRONG).value
-
-
-def read(text: str) -> sympy.Basic | sympy.MatrixBase | None:
-    """Parse, or None where it is no mathematics."""
-    text = normalize_latex(text, _READ)
     try:
-        parsed = latex2sympy(
-            text,
-            is_real=not should_treat_as_complex(text),
-            convert_degrees=_DEGREES_IN_TRIG.search(text) is not None,
-            normalization_config=None,
+        said = parse(answer)
+        equal = same(target, said, Rules(**json.loads(rules)))
+    except Contradiction:
+        return Reason.WRONG.value
+    except RecursionError:
+        return Reason.TOO_COMPLEX.value
+    except (Unread, ArithmeticError, TypeError, ValueError, AttributeError, NotImplementedError):
+        return Reason.UNPARSEABLE.value
+    return (Reason.CORRECT if equal else Reason.WRONG).value
+
+
+@cache
+def _gold(text: str) -> Value | None:
+    """The gold answer's value; a sentence's is that of what it ends in."""
+    for part in dict.fromkeys((text, clean(conclusion(text)))):
+        try:
+            return parse(part)
+        except (Unread, ArithmeticError, TypeError, ValueError, AttributeError, NotImplementedError):
+            continue
+    return None
+
+
+def same(gold: Value, said: Value, rules: Rules) -> bool:
+    """Is what was said the gold answer? Its kind decides which other kinds will do."""
+    if isinstance(said, Choice) and not isinstance(gold, Choice):
+        return _letter(gold, said) or (said.value is not None and same(gold, said.value, rules))
+    if isinstance(gold, Choice):
+        return _choice(gold, said, rules)
+    if isinstance(gold, Equation) or isinstance(said, Equation):
+        return _equations(gold, said, rules)
+    gold, said = _single(gold), _single(said)
+    if isinstance(gold, Items) and isinstance(said, Number):
+        return gold.joined is not None and same(gold.joined, said, rules)
+    if isinstance(said, Items) and isinstance(gold, Number):
+        return said.joined is not None and same(gold, said.joined, rules)
+    if isinstance(gold, Number) and isinstance(said, Number):
+        return _numbers(gold, said, rules)
+    if isinstance(gold, Items) and isinstance(said, Items) and _items(gold, said, rules):
+        return True
+    if isinstance(gold, Span) or isinstance(said, Span):
+        return _spans(gold, said)
+    if isinstance(gold, Word | Number) and isinstance(said, Word | Number):
+        return _words(gold) == _words(said) != ""
+    if isinstance(gold, Clock | Ratio | Number) and isinstance(said, Clock | Ratio | Number):
+        return _clocks(gold, said) or _ratios(gold, said, rules)
+    return _structures(gold, said, rules)
+
+
+def _single(value: Value) -> Value:
+    """A set or list of one thing as the thing."""
+    is_one = isinstance(value, Items) and len(value.values) == 1
+    return value.values[0] if is_one and isinstance(value, Items) else value
+
+
+def _structures(gold: Value, said: Value, rules: Rules) -> bool:
+    if isinstance(gold, Based) and isinstance(said, Based):
+        return gold == said
+    if isinstance(gold, Matrix) and isinstance(said, Matrix):
+        return _all_same([v for row in gold.rows for v in row], [v for row in said.rows for v in row], rules) and (
+            len(gold.rows) == len(said.rows)
         )
-    except Exception:  # the parser raises bare Exception on a syntax error
-        return None
-    return parsed if isinstance(parsed, sympy.Basic | sympy.MatrixBase) else None
-
-
-def equal(gold: sympy.Basic | sympy.MatrixBase, found: sympy.Basic | sympy.MatrixBase, *, percent: bool) -> bool:
-    """math-verify's judgement, unless a second look refutes it."""
-    if _verify(gold, found):
-        return percent or not refuted(gold, found)
-    with_i = [_imaginary(side) for side in (gold, found)]
-    return with_i != [gold, found] and _verify(*with_i) and not refuted(*with_i)
-
-
-def _verify(gold: sympy.Basic | sympy.MatrixBase, found: sympy.Basic | sympy.MatrixBase) -> bool:
-    return verify(gold, found, allow_set_relation_comp=True, timeout_seconds=None)
-
-
-def _imaginary(side: sympy.Basic | sympy.MatrixBase) -> sympy.Basic | sympy.MatrixBase:
-    """With the symbol i read as the imaginary unit."""
-    symbols = [s for s in side.free_symbols if str(s) == "i"]
-    return side.subs(dict.fromkeys(symbols, sympy.I)).doit() if symbols else side
-
-
-def refuted(gold: sympy.Basic | sympy.MatrixBase, found: sympy.Basic | sympy.MatrixBase) -> bool:
-    """Are the two plainly different although math-verify accepts?
-
-    Expressions: by their value, at a fixed point where there are variables. Equations in several variables, or
-    without a solution: unless one is a multiple of the other.
-    """
-    if isinstance(gold, sympy.Expr) and isinstance(found, sympy.Expr):
-        return _differ(gold, found)
-    if isinstance(gold, sympy.Eq) and isinstance(found, sympy.Eq):
-        several = len(gold.free_symbols | found.free_symbols) > 1
-        return not _proportional(gold, found) and (several or not _solvable(gold))
+    if isinstance(gold, Cases) and isinstance(said, Cases):
+        rows = [Items((value, condition), "()") for value, condition in gold.rows]
+        return _matched(rows, [Items((value, condition), "()") for value, condition in said.rows], rules)
+    if isinstance(gold, Relation) and isinstance(said, Relation):
+        return len(gold.parts) == len(said.parts) and all(
+            any(a[0] == b[0] and _is_positive_multiple(a[1], b[1]) for b in said.parts) for a in gold.parts
+        )
     return False
 
 
-def _differ(a: sympy.Expr, b: sympy.Expr) -> bool:
-    first, second = _value(a), _value(b)
-    return first is not None and second is not None and not _near(first, second)
+def _letter(gold: Value, said: Choice) -> bool:
+    """A single letter as the gold answer, and the same letter chosen."""
+    return isinstance(gold, Number) and len(gold.word) == 1 and gold.word.upper() == said.letter
 
 
-def _value(side: sympy.Expr) -> sympy.Expr | None:
-    """A number, with variables set to fixed values by name; None where there is none."""
-    names = sorted({str(s) for s in side.free_symbols})
-    if len(names) > len(_POINTS) or any(len(name) > 1 for name in names):
-        return None
-    by_name = dict(zip(names, _POINTS, strict=False))
-    try:
-        value = side.subs({s: by_name[str(s)] for s in side.free_symbols}).doit().evalf(20)
-    except Exception:  # sympy raises many kinds where an expression has no value
-        return None
-    return value if value.is_number and value.is_finite else None
-
-
-def _near(a: sympy.Expr, b: sympy.Expr) -> bool:
-    return bool(abs(a - b) <= _TOLERANCE * max(abs(a), abs(b)))
-
-
-def _solvable(equation: sympy.Eq) -> bool:
-    try:
-        return bool(sympy.solve(equation, *equation.free_symbols))
-    except Exception:  # sympy raises NotImplementedError and others where it has no method
-        return False
-
-
-def _residual(equation: sympy.Eq) -> sympy.Expr:
-    return equation.lhs - equation.rhs  # pyright: ignore[reportOperatorIssue]
-
-
-def _proportional(gold: sympy.Eq, found: sympy.Eq) -> bool:
-    try:
-        ratio = sympy.simplify(_residual(gold) / _residual(found))
-    except Exception:  # sides that cannot be subtracted, such as sets
-        return gold == found
-    return bool(ratio.is_number and ratio.is_finite and ratio != 0)
-
-
-def conclusion(answer: str, *, is_gold_equation: bool) -> str | None:
-    """What a cleaned answer says in the end: `x = 42` and `2 + 40 = 42` say 42. None where it contradicts itself.
-
-    Every number in a chain of equations must equal the last one. When the gold answer is a value, what an
-    equation's left side names may be a variable, a function or an expression in several variables, but not
-    arithmetic on one variable: `x + 1 = 42` does not say 42.
-    """
-    said = []
-    for item in split_top(answer, ",;"):
-        parts = _EQUALS.split(item)
-        if len(parts) > 1 and not _consistent(parts, may_solve=not is_gold_equation):
-            return None
-        said.append(item)
-    parts = _EQUALS.split(answer)
-    if is_gold_equation or len(said) > 1 or len(parts) == 1:
-        return answer
-    return parts[-1].strip() or answer
-
-
-def _consistent(parts: list[str], *, may_solve: bool) -> bool:
-    last = read(parts[-1])
-    for part in parts[:-1]:
-        side = read(part)
-        if not isinstance(side, sympy.Expr) or isinstance(side, Relational):
-            continue
-        if not side.free_symbols:
-            value = _value(side)
-            final = _value(last) if isinstance(last, sympy.Expr) else None
-            if value is not None and (final is None or not _near(value, final)):
-                return False
-        elif may_solve and _is_arithmetic_on_one(side):
+def _choice(gold: Choice, said: Value, rules: Rules) -> bool:
+    """The letter, the value beside it, or both; where both are given both must be right."""
+    if isinstance(said, Choice):
+        if gold.letter != said.letter:
             return False
-    return True
+        return gold.value is None or said.value is None or same(gold.value, said.value, rules)
+    if isinstance(said, Number) and len(said.word) == 1:
+        return said.word.upper() == gold.letter
+    return gold.value is not None and same(gold.value, said, rules)
 
 
-def _is_arithmetic_on_one(side: sympy.Expr) -> bool:
-    numbers = [n for n in side.atoms(sympy.Number) if n not in (1, -1)] or side.is_Add
-    return len(side.free_symbols) == 1 and isinstance(side, sympy.Add | sympy.Mul | sympy.Pow) and bool(numbers)
+def _equations(gold: Value, said: Value, rules: Rules) -> bool:
+    if not isinstance(gold, Equation):
+        return isinstance(said, Equation) and said.value is not None and same(gold, said.value, rules)
+    if not isinstance(said, Equation):
+        return gold.plain and gold.value is not None and same(gold.value, said, rules)
+    if gold.value is not None and said.value is not None and _same_name(gold.name, said.name):
+        return same(gold.value, said.value, rules)
+    sides = (gold.left, gold.right, said.left, said.right)
+    if any(side is None for side in sides):
+        return False
+    a, b, c, d = (side for side in sides if side is not None)
+    ratio = sympy.cancel(sympy.together((a - b) / (c - d))) if not equal(c, d) else sympy.S.Zero
+    if ratio.is_number:
+        return bool(ratio.is_finite and ratio != 0)
+    # What cancel cannot see through: is the ratio of the residuals one number wherever it is looked at?
+    values = [_at(ratio, setting) for setting in (1, 2)]
+    return None not in values and values[0] != 0 and is_zero(values[0] - values[1])
 
 
-def align_names(gold: str, answer: str) -> tuple[str, str]:
-    """`x = 1, y = 2` against `1, 2` or `y = 2, x = 1`: both as the tuple in the gold answer's order.
-
-    Without this `2, 1` would pass, as a set. `x_1 = .., x_2 = ..` names interchangeable roots and stays.
-    """
-    wanted = [_NAMED.fullmatch(item) for item in split_top(gold, ",;")]
-    names = [m["base"] for m in wanted if m is not None]
-    if len(names) < 2 or len(names) != len(wanted) or len(set(names)) != len(names):
-        return gold, answer
-    inner = answer[1:-1] if answer[:1] == "(" and answer[-1:] == ")" else answer
-    items = split_top(inner, ",;")
-    given = [_NAMED.fullmatch(item) for item in items]
-    if len(items) != len(names):
-        return gold, answer
-    if all(given):
-        by_name = {m["base"]: m["value"] for m in given if m is not None}
-        if set(by_name) != set(names):
-            return gold, answer
-        items = [by_name[name] for name in names]
-    elif "=" in inner:
-        return gold, answer
-    return _tuple([m["value"] for m in wanted if m is not None]), _tuple(items)
+def _same_name(gold: str, said: str) -> bool:
+    """`y = 2x` and `f(x) = 2x` name the same function."""
+    names = {gold, said}
+    return len(names) == 1 or ("y" in names and any(re.fullmatch(r"[a-zA-Z]\([a-z]\)", name) for name in names))
 
 
-def _tuple(values: list[str]) -> str:
-    return "(" + ",".join(value.strip() for value in values) + ")"
+def _items(gold: Items, said: Items, rules: Rules) -> bool:
+    if len(gold.values) != len(said.values):
+        return False
+    if gold.names and said.names:
+        if set(gold.names) != set(said.names):
+            return False
+        by_name = dict(zip(said.names, said.values, strict=True))
+        return _all_same(gold.values, [by_name[name] for name in gold.names], rules)
+    if _is_ordered(gold, rules):
+        return _fits(gold.brackets, said.brackets) and _all_same(gold.values, said.values, rules)
+    if said.names or said.brackets in ("()", "[]"):
+        return (said.brackets != "[]" or len(said.values) > 2) and _all_same(gold.values, said.values, rules)
+    return _matched(gold.values, said.values, rules)
 
 
-def different_bases(gold: str, answer: str) -> bool:
-    """`52_8` against `52_7`: math-verify drops the base."""
-    sides = [_BASED.fullmatch(side.strip()) for side in (gold, answer)]
-    return sides[0] is not None and sides[1] is not None and sides[0].groups() != sides[1].groups()
+def _is_ordered(items: Items, rules: Rules) -> bool:
+    return items.brackets in ("()", "[]") or bool(items.names) or (not items.brackets and rules.lists == "ordered")
+
+
+def _fits(gold: str, said: str) -> bool:
+    """A tuple may be given without its brackets, but not as an interval or a set."""
+    return said == gold or not said or (not gold and said == "()")
+
+
+def _all_same(gold: Sequence[Value], said: Sequence[Value], rules: Rules) -> bool:
+    return len(gold) == len(said) and all(same(g, s, rules) for g, s in zip(gold, said, strict=True))
+
+
+def _matched(gold: Sequence[Value], said: Sequence[Value], rules: Rules) -> bool:
+    """Each of the one has its own of the other."""
+    left = list(said)
+    for value in gold:
+        found = next((i for i, other in enumerate(left) if same(value, other, rules)), None)
+        if found is None:
+            return False
+        del left[found]
+    return not left
+
+
+def _spans(gold: Value, said: Value) -> bool:
+    try:
+        a, b = as_span(gold), as_span(said)
+    except Unread:
+        return False
+    if a.domain != b.domain or (a.name and b.name and not _same_name(a.name, b.name)):
+        return False
+    return _same_region(a.region, b.region)
+
+
+def _same_region(a: Region, b: Region) -> bool:
+    return len(a.pieces) == len(b.pieces) and all(map(_same_piece, a.pieces, b.pieces))
+
+
+def _same_piece(a: Piece, b: Piece) -> bool:
+    return (a.low_in, a.high_in) == (b.low_in, b.high_in) and equal(a.low, b.low) and equal(a.high, b.high)
+
+
+def _words(value: Value) -> str:
+    return (value.text if isinstance(value, Word) else value.word if isinstance(value, Number) else "").lower()
+
+
+def _clocks(gold: Value, said: Value) -> bool:
+    times = [_time(side) for side in (gold, said)]
+    clear = any(isinstance(side, Clock) for side in (gold, said)) or (isinstance(gold, Ratio) and _is_time(gold))
+    return clear and None not in times and times[0] == times[1]
+
+
+def _time(value: Value) -> int | None:
+    if isinstance(value, Ratio) and (found := re.fullmatch(r"(\d{1,2}):(\d{2})", value.text)):
+        return int(found[1]) * 3600 + int(found[2]) * 60
+    return value.seconds if isinstance(value, Clock) else None
+
+
+def _is_time(ratio: Ratio) -> bool:
+    """`12:00` and `8:30` are no ratios in lowest terms."""
+    found = re.fullmatch(r"(\d{1,2}):([0-5]\d)", ratio.text)
+    return found is not None and int(found[1]) < 25 and gcd(int(found[1]), int(found[2])) != 1
+
+
+def _ratios(gold: Value, said: Value, rules: Rules) -> bool:
+    if isinstance(gold, Ratio) and _is_time(gold):
+        return False
+    parts = [_parts(side) for side in (gold, said)]
+    if parts[0] is None or parts[1] is None or len(parts[0]) != len(parts[1]):
+        return False
+    (a, *rest), (b, *others) = parts
+    return all(equal(x * b, y * a) for x, y in zip(rest, others, strict=True)) and not equal(a, sympy.S.Zero)
+
+
+def _parts(value: Value) -> tuple[sympy.Expr, ...] | None:
+    if isinstance(value, Ratio):
+        return value.parts
+    return (value.expr, sympy.S.One) if isinstance(value, Number) and not value.unit else None
+
+
+def _numbers(gold: Number, said: Number, rules: Rules) -> bool:
+    if said.also is not None and _numbers(gold, said.also, rules):
+        return True
+    if gold.also is not None and _numbers(gold.also, replace(said, also=None), rules):
+        return True
+    if "percent" in (gold.unit, said.unit):
+        return _percent(gold, said, rules)
+    if "degree" in (gold.unit, said.unit) and "rad" not in (gold.unit, said.unit):
+        return _angles(gold, said, rules)
+    if gold.unit == "degree" or said.unit == "degree":
+        return equal(_radians(gold), _radians(said))
+    if gold.unit and said.unit:
+        if not _units.same(gold.unit, said.unit):
+            factor = _units.conversion(said.unit, gold.unit) if rules.units == "convert" else None
+            return factor is not None and equal(gold.expr, said.expr * sympy.Rational(factor.numerator, factor.denominator))
+    elif (gold.unit and gold.loose) or (said.unit and said.loose):
+        return False
+    return _amounts(gold, said, rules)
+
+
+def _percent(gold: Number, said: Number, rules: Rules) -> bool:
+    """A percent sign is a unit, which may be left out but not put in; what it makes of a number is a convention."""
+    if gold.unit == said.unit:
+        return _amounts(gold, said, rules)
+    if gold.unit and said.unit:
+        return False
+    if rules.percent == "value":
+        both = [side.expr / 100 if side.unit else side.expr for side in (gold, said)]
+        return equal(both[0], both[1])
+    return (bool(gold.unit) or rules.percent == "optional") and _amounts(gold, said, rules)
+
+
+def _angles(gold: Number, said: Number, rules: Rules) -> bool:
+    if gold.unit == said.unit:
+        return _amounts(gold, said, rules)
+    if gold.unit and said.unit:
+        return False
+    bare = said if gold.unit else gold
+    if bare.expr.has(sympy.pi) and (bare.expr / sympy.pi).is_rational:
+        return equal(_radians(gold), _radians(said))
+    return _amounts(gold, said, rules)
+
+
+def _radians(number: Number) -> sympy.Expr:
+    return number.expr * sympy.pi / 180 if number.unit == "degree" else number.expr
+
+
+def _amounts(gold: Number, said: Number, rules: Rules) -> bool:
+    """Equal exactly, or to the digits given where the form says that digits were left out."""
+    if equal(gold.expr, said.expr):
+        return True
+    if not (gold.expr.is_number and said.expr.is_number):
+        return False
+    if gold.scientific != said.scientific:
+        short, exact = (gold, said) if gold.scientific else (said, gold)
+        enough = short.digits >= _SCIENTIFIC_DIGITS and short.places != short.digits - 1
+        return enough and exact.places is None and bool(exact.expr.is_rational) and rounds_to(exact.expr, short)
+    if gold.places is not None and gold.places >= _LONG and (said.places is None or said.places >= _LONG):
+        return _agree(gold, said)
+    return rules.decimals == "rounded" and _agree_roughly(gold, said)
+
+
+def _agree(gold: Number, said: Number) -> bool:
+    """Do two numbers agree to the digits that both give?"""
+    if said.places is not None and said.places < (gold.places or 0):
+        return rounds_to(gold.expr, said)
+    return rounds_to(said.expr, gold)
+
+
+def _agree_roughly(gold: Number, said: Number) -> bool:
+    """With two decimals or three digits at least: an exact value and a decimal, whichever of them is gold."""
+    if (gold.places is None) == (said.places is None):
+        return False
+    short, exact = (gold, said) if gold.places is not None else (said, gold)
+    enough = (short.places or 0) >= 2 or ((short.places or 0) >= 1 and short.digits >= 3)
+    return enough and rounds_to(exact.expr, short)
+
+
+def equal(a: sympy.Expr, b: sympy.Expr) -> bool:
+    """Are two expressions the same function of their variables?"""
+    if a == b:
+        return True
+    a, b = _plain(a), _plain(b)
+    if a.is_number and b.is_number:
+        if not (a.is_finite and b.is_finite):
+            return a == b and a not in (sympy.nan, sympy.zoo)
+        return is_zero(a - b)
+    if a.is_number != b.is_number and not (a.free_symbols and b.free_symbols):
+        return False
+    if a.free_symbols != b.free_symbols:
+        return False
+    difference = a - b
+    looked = 0
+    for setting in _SETTINGS:
+        values = _at(a, setting), _at(b, setting)
+        if values[0] is None or values[1] is None:
+            continue
+        if setting < 0 and not (values[0].is_real and values[1].is_real):
+            continue  # where a root or logarithm has no real value
+        if not is_zero(values[0] - values[1]):
+            return False
+        looked += setting > 0
+    return looked > 0 or difference == 0
+
+
+def _plain(expr: sympy.Expr) -> sympy.Expr:
+    """With every unknown function's value as a variable of its own, and i for j beside it."""
+    unknown = sorted(expr.atoms(AppliedUndef), key=str)
+    if unknown:
+        expr = expr.xreplace({f: sympy.Symbol("f_" + str(f), real=True) for f in unknown})
+    return expr
+
+
+def _at(expr: sympy.Expr, setting: int) -> sympy.Expr | None:
+    """The value where each variable has a fixed value of its own, by the order of their names."""
+    names = sorted(expr.free_symbols, key=str)
+    points = {s: _POINTS[i % len(_POINTS)] * setting + i // len(_POINTS) for i, s in enumerate(names)}
+    value = expr.subs(points)
+    return value if value.is_number and value.is_finite is not False else None
+

@@ -13,8 +13,13 @@ from past_opsd.verifiers import Reason
 # One token is a whole run of backslashes, with the box command when one follows, or a brace. The parity of a run
 # says whether the brace after it is escaped.
 _TOKEN = re.compile(r"\\+(?P<box>(?:boxed|fbox)\s*+(?:\{|(?P<bare>[+-]?\d+(?:\.\d+)?)(?![\w{^])))?|[{}]")
-# What may stand between two boxes that together are one answer of several parts.
-_JOINT = re.compile(r"(?:\s|[,;$~]|\\[,;!() ]|\\q?quad|\\text\{[\s,]*(?:and|or)?[\s,]*\}|and\b|or\b)*+")
+# What may stand between two boxes that together are one answer of several parts: a comma, a conjunction (after one
+# word or a quoted remark), and the name of what comes next.
+_JOINT = re.compile(
+    r"(?:\s*+[A-Za-z]++\s++(?=(?:and|or)\b))?+"
+    r"(?:\s|[,;$~]|\\[,;!() ]|\\q?quad|\\text\{(?:[^{}]*\b(?:and|or)\b)?[\s,]*\}|and\b|or\b)*+"
+    r"(?:[A-Za-z](?:_\{?\w\}?)?\s*=\s*\$?\s*)?+"
+)
 _SPACE = re.compile(r"\s*+")
 _OPEN, _CLOSE = "<think>", "</think>"
 
@@ -90,5 +95,8 @@ def _closed_boxes(text: str) -> tuple[list[_Span], bool, bool]:
 
 
 def _joined(text: str, left: _Span, right: _Span) -> bool:
+    if right[0] < left[3]:  # one inside the other
+        return False
     gap = text[left[3] : right[0]]
-    return len(gap) <= 60 and bool(gap.strip(" \t\n$")) and _JOINT.fullmatch(gap) is not None
+    separated = not gap or bool(gap.strip(" \t\n$"))  # boxes on lines of their own say the same thing again
+    return len(gap) <= 60 and separated and _JOINT.fullmatch(gap) is not None

@@ -1,4 +1,4 @@
-r"""Readings of an answer that math-verify gets wrong, put right before it: small pure functions on LaTeX text.
+r"""One way of writing instead of many, before an answer is read: small pure functions on LaTeX text.
 
 `clean` applies them in order. Everything here runs on bounded text (the caller refuses longer content) and
 nothing is ever evaluated. The rule for adding one: it may only turn a way of writing a value into another way
@@ -25,21 +25,19 @@ _SIGNS = {
     "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
     "γ": r"\gamma ", "λ": r"\lambda ", "μ": r"\mu ", "φ": r"\phi ", "ω": r"\omega ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
-    "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "€": "", "£": "", "¥": "",
+    "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "∨": r"\lor ", "∧": r"\land ", "∖": r"\setminus ",
+    "€": r"\text{ euro}", "£": r"\text{ gbp}", "¥": r"\text{ yen}", "₹": r"\text{ rupee}", "″": "''", "′": "'",
+    "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "⟨": r"\langle ", "⟩": r"\rangle ",
 }  # fmt: skip
-_TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|operatorname)\s*\{([^{}]*)\}"
-_POWER = r"(?:\s*\^\s*(?:\d|\{\s*-?\d\s*\}))?"
-_UNIT_TEXT = re.compile(
-    rf"(?P<head>.*[\w)\]}}!%])\s*\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{{(?P<unit>[^{{}}]*)\}}{_POWER}$", re.DOTALL
+_TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}"
+_COMMANDS = (
+    "frac dfrac tfrac cfrac sqrt pi le leq leqslant ge geq geqslant lt gt ne neq in cup cap setminus infty cdot times div "
+    "pm mp left right text textbf textit textrm textnormal mathrm mathbf mathbb mbox operatorname begin end circ degree "
+    "approx binom sin cos tan cot sec csc log ln exp theta alpha beta gamma lambda mu phi omega overline emptyset mid "
+    "boxed quad qquad langle rangle lfloor rfloor lceil rceil land lor sum prod int lim"
 )
-_UNIT_WORDS = re.compile(r"(?P<head>.*[\d)\]}])\s+(?P<words>[A-Za-z][A-Za-z /]*)" + _POWER + "$", re.DOTALL)
-_UNITS = _words(
-    "mm cm dm km inch in ft foot feet yard yd mile mi mg kg gram ounce oz lb pound ton ml liter litre gallon "
-    "second sec minute min hour hr day week month year mph kmph meter metre centimeter centimetre millimeter "
-    "kilometer kilometre degree radian rad square sq cubic unit per dollar cent euro usd percent way people "
-    "person student child coin point step time number piece item book apple"
-)
-_MEANINGFUL = _words("and or not no if when where for mod base but except either neither nor is than")
+_DOUBLED = re.compile(rf"(?<!\\)\\\\(?=(?:{'|'.join(_COMMANDS.split())})(?![a-zA-Z]))")
+_JOINING = re.compile(rf"{_TEXT}|(?<=[\s\d)}}\]$.,])(?P<bare>or|and)(?=[\s$\\(])")
 _GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 _MIXED = re.compile(r"(?<![\w.^}/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.^/])")
 _REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}(?!\d)")
@@ -156,35 +154,46 @@ def drop_decoration(text: str) -> str:
     return re.sub(r"\\(?:mathrm|text|operatorname)\s*\{([ei])\}", r"{\1}", text).strip()
 
 
+def drop_sizes(text: str) -> str:
+    r"""Without \left, \right, \big and their kin, which only set a bracket's size; `\left.` sets none."""
+    text = re.sub(r"\\(?:left|right)\s*\.", "", text)
+    return re.sub(r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\s*", "", text).strip()
+
+
 def drop_full_stop(text: str) -> str:
     """Without the sentence's final punctuation, and without a backslash left hanging."""
     text = text.rstrip().rstrip("\\").rstrip()
     return text if text.endswith("..") else text.rstrip(".,;:").rstrip()
 
 
-def drop_units(text: str) -> str:
-    r"""Without a unit after a value: `26 \text{ cm}^2`, `10 miles per hour`, `60\degree` as `60^\circ`.
-
-    A text that could change the value (it holds a digit, `or`, `not`, ...) stays; a single bare letter is a
-    variable.
-    """
-    text = re.sub(r"\\degrees?(?![a-zA-Z])", r"^\\circ ", text).strip()
-    while True:
-        if unit := _UNIT_TEXT.fullmatch(text):
-            words = re.findall(r"[a-z]+", unit["unit"].lower())
-            wanted = not re.search(r"[\d=<>,;%]", unit["unit"]) and (words not in (["e"], ["i"], ["d"]))
-        elif unit := _UNIT_WORDS.fullmatch(text):
-            words = re.findall(r"[a-z]+", unit["words"].lower())
-            wanted = all(map(_is_unit, words))
-        else:
-            return text
-        if not wanted or _MEANINGFUL.intersection(words) or {"percent", "pct"}.intersection(words):
-            return text
-        text = unit["head"].rstrip("/ ")
+def single_backslashes(text: str) -> str:
+    r"""`-2 \\le x` as -2 \le x: text that was escaped twice. A row's end in a matrix is no command's name."""
+    if r"\\begin" in text:
+        text = text.replace(r"\\", "\\")
+    return _DOUBLED.sub(r"\\", text)
 
 
-def _is_unit(word: str) -> bool:
-    return word in _UNITS or word.removesuffix("s") in _UNITS or word.removesuffix("es") in _UNITS
+def drop_dollars(text: str) -> str:
+    r"""Without the dollar signs that set mathematics apart; one that stands alone is money."""
+    signs = re.findall(r"(?<!\\)\$", text)
+    return re.sub(r"(?<!\\)\$", r"\\$" if len(signs) == 1 else " ", text)
+
+
+def joining_words(text: str) -> str:
+    r"""`or` and `and`, quoted or bare, as \lor and \land; `\degree` as `^\circ`."""
+
+    def sign(m: re.Match[str]) -> str:
+        word = (m["bare"] or m[1] or "").strip(" ,").lower()
+        return {"or": r" \lor ", "and": r" \land "}.get(word, m[0])
+
+    text = re.sub(r"\\(?:vee|wedge)(?![a-zA-Z])", lambda m: r"\lor " if m[0] == r"\vee" else r"\land ", text)
+    text = _JOINING.sub(sign, text)
+    return re.sub(r"\^?\\degrees?(?![a-zA-Z])", r"^\\circ ", text).strip()
+
+
+def unquote(text: str) -> str:
+    r"""The words of `\text{}` and its like in their place."""
+    return " ".join(re.sub(_TEXT, r" \1 ", text).split())
 
 
 def mixed_numbers(text: str) -> str:
@@ -257,6 +266,7 @@ def _both_signs(item: str) -> list[str]:
 
 _STEPS = (
     drop_invisible,
+    single_backslashes,
     ascii_digits,
     unicode_fractions,
     unicode_scripts,
@@ -268,14 +278,17 @@ _STEPS = (
     plain_spaces,
     join_thousands,
     drop_full_stop,
-    drop_units,
     unwrap,
+    drop_dollars,
+    plain_spaces,
     drop_full_stop,
+    joining_words,
     mixed_numbers,
     repeating_decimals,
     program_text,
     scientific,
     expand_pm,
+    drop_sizes,
 )
 
 

@@ -1,15 +1,17 @@
 r"""Mathematics in a box: the last `\boxed{}` after the thinking part, equal to the gold answer as mathematics.
 
-Extraction and textual equality happen here, in the caller's process, in linear time. What is left goes to
-math-verify in processes that can be killed. Truncated, malformed, unparseable and endless answers are failures,
+Extraction and textual equality happen here, in the caller's process, in linear time. What is left is read and
+compared as typed values in processes that can be killed. Truncated, malformed, unparseable and endless answers are failures,
 each with its reason.
 """
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,13 +19,14 @@ from past_opsd.types import Closing, Problem, Response, Verdict
 from past_opsd.verifiers import Reason, Verifier
 from past_opsd.verifiers._extract import find_answer, find_boxes
 from past_opsd.verifiers._normalise import clean, drop_invisible, is_quoted, label, nesting, rational, squeeze
+from past_opsd.verifiers._prose import stated
 from past_opsd.verifiers.pool import Lost, WorkerPool
 
 # Part of the identity: raise it with every change that can change a verdict.
-RULES = 1
+RULES = 2
 _REMEMBERED = 50_000
 _SHOWN = 200
-_PACKAGES = ("math-verify", "latex2sympy2-extended", "sympy")
+_CONVENTIONS = {"decimals", "percent", "units", "lists"}
 
 
 class Options(BaseModel):
@@ -31,6 +34,19 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    decimals: Literal["exact", "rounded"] = Field(
+        default="exact", description="May a decimal stand for a value without a finite one, rounded to the digits given?"
+    )
+    percent: Literal["strict", "optional", "value"] = Field(
+        default="strict",
+        description="Is 50% never 50 (strict), may the sign be put in (optional), or is 50% the number 0.5 (value)?",
+    )
+    units: Literal["strict", "convert"] = Field(
+        default="strict", description="Must a stated unit be the gold answer's, or may it be converted?"
+    )
+    lists: Literal["unordered", "ordered"] = Field(
+        default="unordered", description="Does the order count in a list without brackets?"
+    )
     timeout: float = Field(
         default=4.0, gt=0, le=60, description="Seconds a comparison may take before its process is killed."
     )
@@ -47,16 +63,16 @@ class BoxedMath(Closing):
     def __init__(self, options: Options) -> None:
         self.options = options
         settings = options.model_dump(include=set(Options.model_fields) - {"workers"})
-        packages = " ".join(f"{name}=={version(name)}" for name in _PACKAGES)
         listed = ", ".join(f"{key}={value}" for key, value in settings.items())
-        self.identity = f"boxed_math rules {RULES} ({listed}) {packages}"
+        self.identity = f"boxed_math rules {RULES} ({listed}) sympy=={version('sympy')}"
         self._pool = WorkerPool(
-            "past_opsd.verifiers._compare:compare",
+            "past_opsd.verifiers._compare:judge",
             workers=options.workers,
             timeout=options.timeout,
             memory_mb=options.memory_mb,
-            advice="Try `python -c 'import math_verify'` in this environment; more memory_mb if that works.",
+            advice="Try `python -c 'import sympy'` in this environment; more memory_mb if that works.",
         )
+        self._rules = json.dumps(options.model_dump(include=_CONVENTIONS))
         self._memory: OrderedDict[tuple[str, str], Reason] = OrderedDict()
 
     @property
@@ -72,7 +88,7 @@ class BoxedMath(Closing):
         """One verdict an item, in order. All comparisons of a call run across the workers."""
         looked = [self._look(problem.answer, response) for problem, response in items]
         pairs = [pair for pair in dict.fromkeys(found for found, _ in looked) if isinstance(pair, tuple)]
-        replies = self._pool.run([(clean(gold), clean(answer)) for gold, answer in pairs]) if pairs else []
+        replies = self._pool.run([(clean(g), clean(said), self._rules) for g, said in pairs]) if pairs else []
         decided = dict(zip(pairs, map(_reason, replies), strict=True))
         for pair, reason in decided.items():
             if reason is not Reason.CRASHED:
@@ -125,14 +141,14 @@ class BoxedMath(Closing):
 
 
 def _gold_content(gold: str) -> str:
-    """A gold answer may itself come boxed; its last box is then what counts."""
+    """A gold answer may itself come boxed, announced or at the end of a text; that is then what counts."""
     found = find_boxes(gold)
-    return (gold if found.failure is not None else _join(found.parts)).strip()
+    return (stated(gold) if found.failure is not None else _join(found.parts)).strip()
 
 
 def _join(parts: tuple[str, ...]) -> str:
     """Boxes joined by a comma or a conjunction are one list: `\\boxed{1}, \\boxed{2}` does not say 2."""
-    return ", ".join(dict.fromkeys(part.strip() for part in parts))
+    return ", ".join(part.strip() for part in parts)
 
 
 def _reason(answer: str | Lost) -> Reason:

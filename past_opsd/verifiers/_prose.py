@@ -1,0 +1,42 @@
+r"""The answer in a gold text that is more than its answer: `#### 42`, `the answer is 42`, a solution that ends in it."""
+
+from __future__ import annotations
+
+import re
+
+from past_opsd.verifiers._normalise import unquote
+
+_HASHES = re.compile(r"####\s*(.+)\s*$")
+_ANNOUNCED = re.compile(r".*\banswers?\b\s*(?:should be|must be|is|are|:|=)+[\s:]*(?P<said>.*\S)", re.IGNORECASE | re.DOTALL)
+_FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_NUMBER = re.compile(r"(?<![\w.])-?\\?\$?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?(?:\s*\\?%)?")
+_SENTENCES = re.compile(r"(?<=[.!?])\s+(?=[A-Z$\\])|\n+")
+_BARE_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+_TELLING = re.compile(r"\b(?:answer|so|thus|hence|therefore|is|are|was|has|have|equals|gives|get|gets)\b", re.IGNORECASE)
+
+
+def stated(gold: str) -> str:
+    """What a gold text announces as its answer; the text itself if it announces nothing."""
+    if found := _HASHES.search(gold):
+        return found[1].strip()
+    if (found := _ANNOUNCED.fullmatch(gold.strip())) and len(found["said"]) < 200:
+        return _SENTENCES.split(found["said"])[0].strip()
+    return gold if not _is_prose(gold) else conclusion(gold)
+
+
+def conclusion(text: str) -> str:
+    """The last formula of a text, with the words after it if they are few, or else the last number."""
+    last = next((s for s in reversed(_SENTENCES.split(text.strip())) if re.search(r"[\d$\\]", s)), text)
+    formulas = list(_FORMULA.finditer(last))
+    if formulas:
+        said = next(group for group in formulas[-1].groups() if group is not None)
+        tail = last[formulas[-1].end() :].strip(" .")
+        return f"{said} {tail}" if re.fullmatch(r"[a-zA-Z]+(?: per [a-z]+)?", tail) else said
+    numbers = _NUMBER.findall(last)
+    return numbers[-1] if numbers else text
+
+
+def _is_prose(text: str) -> bool:
+    """Sentences, rather than an answer with a few words in it."""
+    words = _BARE_WORD.findall(_FORMULA.sub(" ", unquote(text)))
+    return bool(re.search(r"\d|\$", text)) and (len(words) >= 6 or (len(words) >= 3 and _TELLING.search(text) is not None))
