@@ -188,7 +188,7 @@ def _items(gold: Items, said: Items, rules: Rules) -> bool:
         by_name = dict(zip(said.names, said.values, strict=True))
         return _all_same(gold.values, [by_name[name] for name in gold.names], rules)
     if _is_ordered(gold, rules):
-        return _fits(gold.brackets, said.brackets) and _all_same(gold.values, said.values, rules)
+        return _fits(gold, said) and _all_same(gold.values, said.values, rules)
     if said.names or said.brackets in ("()", "[]"):
         return (said.brackets != "[]" or len(said.values) > 2) and _all_same(gold.values, said.values, rules)
     return _matched(gold.values, said.values, rules)
@@ -198,9 +198,11 @@ def _is_ordered(items: Items, rules: Rules) -> bool:
     return items.brackets in ("()", "[]") or bool(items.names) or (not items.brackets and rules.lists == "ordered")
 
 
-def _fits(gold: str, said: str) -> bool:
+def _fits(gold: Items, said: Items) -> bool:
     """A tuple may be given without its brackets, but not as an interval or a set."""
-    return said == gold or not said or (not gold and said == "()")
+    if gold.brackets == "[]" and len(gold.values) == 2:
+        return said.brackets == "[]"
+    return said.brackets in (gold.brackets, "") or (not gold.brackets and said.brackets == "()")
 
 
 def _all_same(gold: Sequence[Value], said: Sequence[Value], rules: Rules) -> bool:
@@ -265,7 +267,7 @@ def _ratios(gold: Value, said: Value, rules: Rules) -> bool:
     if parts[0] is None or parts[1] is None or len(parts[0]) != len(parts[1]):
         return False
     (a, *rest), (b, *others) = parts
-    return all(equal(x * b, y * a) for x, y in zip(rest, others, strict=True)) and not equal(a, sympy.S.Zero)
+    return all(equal(x * b, y * a) for x, y in zip(rest, others, strict=True)) and not is_zero(a * b)
 
 
 def _parts(value: Value) -> tuple[sympy.Expr, ...] | None:
@@ -323,7 +325,7 @@ def _radians(number: Number) -> sympy.Expr:
 
 def _amounts(gold: Number, said: Number, rules: Rules) -> bool:
     """Equal exactly, or to the digits given where the form says that digits were left out."""
-    if equal(gold.expr, said.expr):
+    if equal(gold.expr, said.expr) or equal(_with_i(gold.expr, said.expr), _with_i(said.expr, gold.expr)):
         return True
     if not (gold.expr.is_number and said.expr.is_number):
         return False
@@ -379,8 +381,14 @@ def equal(a: sympy.Expr, b: sympy.Expr) -> bool:
     return looked > 0 or difference == 0
 
 
+def _with_i(expr: sympy.Expr, other: sympy.Expr) -> sympy.Expr:
+    """With j for the imaginary unit where the other has i."""
+    j = sympy.Symbol("j", real=True)
+    return expr.subs(j, sympy.I) if other.has(sympy.I) and not expr.has(sympy.I) else expr
+
+
 def _plain(expr: sympy.Expr) -> sympy.Expr:
-    """With every unknown function's value as a variable of its own, and i for j beside it."""
+    """With every unknown function's value as a variable of its own."""
     unknown = sorted(expr.atoms(AppliedUndef), key=str)
     if unknown:
         expr = expr.xreplace({f: sympy.Symbol("f_" + str(f), real=True) for f in unknown})

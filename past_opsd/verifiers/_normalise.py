@@ -38,6 +38,12 @@ _COMMANDS = (
 )
 _DOUBLED = re.compile(rf"(?<!\\)\\\\(?=(?:{'|'.join(_COMMANDS.split())})(?![a-zA-Z]))")
 _JOINING = re.compile(rf"{_TEXT}|(?<=[\s\d)}}\]$.,])(?P<bare>or|and)(?=[\s$\\(])")
+_SYNONYMS = {
+    "no solution": {"no solutions", "none", "empty set", "null set", "no real solution", "no real solutions",
+                    "no real roots", "there is no solution", "there are no solutions"},
+    "undefined": {"dne", "d.n.e", "does not exist", "nan", "not defined", "indeterminate"},
+    "all real numbers": {"all reals", "all real", "real numbers", "any real number", "all real values"},
+}  # fmt: skip
 _GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 _MIXED = re.compile(r"(?<![\w.^}/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.^/])")
 _REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}(?!\d)")
@@ -326,10 +332,16 @@ def squeeze(text: str) -> str:
 
 def label(text: str) -> str | None:
     r"""A word answer (`\text{east}`, `odd`) or a choice (`\textbf{(C)}`, `C`) in one spelling; None if neither."""
-    bare = " ".join(re.sub(_TEXT, r" \1 ", text).split()).rstrip(".")
-    if choice := re.fullmatch(r"\(?\s*([A-Za-z])\s*\)?", bare):
-        return choice[1].casefold()
-    return bare.casefold() if re.fullmatch(r"[A-Za-z][A-Za-z' -]*[A-Za-z]", bare) else None
+    bare = unquote(text).rstrip(".")
+    if choice := re.fullmatch(r"(\(?)\s*([A-Za-z])\s*\)?", bare):
+        return choice[2] if bare == text.strip() and not choice[1] else choice[2].upper()
+    return plain_word(bare) if re.fullmatch(r"[A-Za-z][A-Za-z' -]*[A-Za-z]", bare) else None
+
+
+def plain_word(text: str) -> str:
+    """Words in lower case, without an article and with one spelling for what has several."""
+    said = re.sub(r"^(?:the|a|an) ", "", " ".join(text.lower().strip(" .!'\"").split()))
+    return next((name for name, spellings in _SYNONYMS.items() if said in spellings), said)
 
 
 def is_quoted(text: str) -> bool:

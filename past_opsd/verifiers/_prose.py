@@ -12,7 +12,8 @@ _FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[
 _NUMBER = re.compile(r"(?<![\w.])-?\\?\$?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?(?:\s*\\?%)?")
 _SENTENCES = re.compile(r"(?<=[.!?])\s+(?=[A-Z$\\])|\n+")
 _BARE_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
-_TELLING = re.compile(r"\b(?:answer|so|thus|hence|therefore|is|are|was|has|have|equals|gives|get|gets)\b", re.IGNORECASE)
+_TELLING = re.compile(r"\b(?:answer|so|thus|hence|therefore|is|are|was|equals|gives|get|gets)\b", re.IGNORECASE)
+_LIMITING = re.compile(r"\b(?:all|every|except|unless|least|most|than|between|if|not|no)\b", re.IGNORECASE)
 
 
 def stated(gold: str) -> str:
@@ -38,5 +39,7 @@ def conclusion(text: str) -> str:
 
 def _is_prose(text: str) -> bool:
     """Sentences, rather than an answer with a few words in it."""
-    words = _BARE_WORD.findall(_FORMULA.sub(" ", unquote(text)))
-    return bool(re.search(r"\d|\$", text)) and (len(words) >= 6 or (len(words) >= 3 and _TELLING.search(text) is not None))
+    words = [w for w in _BARE_WORD.findall(_FORMULA.sub(" ", unquote(text))) if w not in ("and", "or")]
+    if not re.search(r"\d|\$", text) or (len(words) < 12 and _LIMITING.search(text)):
+        return False
+    return len(words) >= 5 or (bool(words) and _TELLING.search(text) is not None)

@@ -13,7 +13,7 @@ from sympy.core.function import AppliedUndef
 
 from past_opsd.verifiers import _units
 from past_opsd.verifiers._latex import Unread, read
-from past_opsd.verifiers._normalise import split_top, squeeze, unquote
+from past_opsd.verifiers._normalise import plain_word, split_top, squeeze, unquote
 from past_opsd.verifiers._regions import EVERYTHING, NOTHING, Piece, Region, solve
 
 
@@ -118,10 +118,6 @@ class Based:
 
 Value = Number | Items | Span | Equation | Relation | Matrix | Cases | Word | Choice | Clock | Ratio | Based
 
-_NONE = {"no solution", "no solutions", "none", "empty set", "no real solution", "no real solutions", "no real roots",
-         "no such", "no such number exists", "the empty set", "null set", "there is no solution"}  # fmt: skip
-_UNDEFINED = {"undefined", "dne", "does not exist", "d.n.e", "nan", "not defined", "indeterminate", "diverges", "divergent"}
-_ALL = {"all real numbers", "all reals", "real numbers", "all real", "any real number", "all real values"}
 _COUNTED = {
     word: number
     for number, word in enumerate(
@@ -131,7 +127,8 @@ _COUNTED = {
 }
 _MEANINGFUL = frozenset(
     "and or not no if when where for mod modulo base but except either neither nor is isn't than plus minus times over "
-    "divided half quarter third least most more less greater fewer up to between both choose only otherwise".split()
+    "divided half quarter third least most more less greater fewer up to between both choose only otherwise halves thirds fourths quarters fifths "
+    "sixths sevenths eighths ninths tenths hundredths thousandths".split()
 )
 _SETS = {r"\mathbb{R}": "R", r"\R": "R", r"\Re": "R", r"\mathbb{Z}": "Z", r"\mathbb{N}": "N", r"\mathbb{Q}": "Q",
          r"\mathbb{C}": "C", r"\mathbf{R}": "R", r"\mathbf{Z}": "Z"}  # fmt: skip
@@ -152,7 +149,7 @@ _BASED = re.compile(r"\(?\s*([0-9A-Fa-f]+)\s*\)?\s*_\s*\{?\s*(?:\\text\s*\{)?\s*
 _BASE_WORDS = re.compile(r"([0-9A-Fa-f]+)\s*,?\s*(?:in\s+)?base\s*-?\s*(\d+|[a-z]+)", re.IGNORECASE)
 _ENVIRONMENT = re.compile(r"\\begin\{([a-zA-Z]*matrix|array|cases|aligned)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _CHOICE = re.compile(
-    r"(?:(?:option|choice|answer)\s+)?(?:\(\s*([A-Z])\s*\)|([A-Z])\s*[).:](?=\s|$)|(?<=\s)([A-Z])$)\s*[:.]?\s*(.*)", re.DOTALL
+    r"(?i:(?:option|choice|answer)\s+)?(?:\(\s*([A-Z])\s*\)|([A-Z])\s*[).:](?=\s|$)|(?<=\s)([A-Z])$)\s*[:.]?\s*(.*)", re.DOTALL
 )
 _TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}"
 _POWER = r"((?:\s*\^\s*(?:\d|\{\s*-?\d\s*\}))?)"
@@ -180,12 +177,10 @@ def parse(text: str) -> Value:
 def _word(text: str) -> Value | None:
     """Words that stand for a value, and words that stand for themselves."""
     bare = unquote(text)
-    said = " ".join(bare.lower().strip(" .!'\"").split())
-    if squeeze(text) in (r"\emptyset", r"\{\}") or said in _NONE:
+    said = plain_word(bare)
+    if squeeze(text) in (r"\emptyset", r"\{\}") or said == "no solution":
         return Span(NOTHING)
-    if said in _UNDEFINED:
-        return Word("undefined")
-    if said in _ALL or squeeze(text) in (r"\mathbb{R}", r"\R"):
+    if said == "all real numbers" or squeeze(text) in (r"\mathbb{R}", r"\R"):
         return Span(EVERYTHING)
     if said in _COUNTED:
         return Number(sympy.Integer(_COUNTED[said]))
@@ -194,9 +189,7 @@ def _word(text: str) -> Value | None:
     quoted = bare != text
     letters = re.fullmatch(r"[a-z][a-z' -]*[a-z]", said)
     is_word = letters and (quoted or len(said) > 3) and not re.search(r"(?:^| )(?:or|and)(?: |$)", said)
-    if is_word and not (re.fullmatch(r"sqrt|pi|sin|cos", said)):
-        return Word(re.sub(r"^(?:the|a|an) ", "", said))
-    return None
+    return Word(said) if is_word else None
 
 
 def _choice(text: str) -> Value | None:
@@ -558,7 +551,8 @@ def _number(text: str) -> Value | None:
         d, m, s = angle[1], angle[2], angle[3] or "0"
         size = abs(int(d)) + sympy.Rational(m) / 60 + sympy.Rational(s) / 3600
         return Number(-size if d.startswith("-") else size, "degree")
-    text, unit, loose = _without_unit(text.strip())
+    text = re.sub(rf"\\[dt]?frac\s*\{{\s*{_TEXT}\s*\}}\s*\{{\s*{_TEXT}\s*\}}$", r"\\text{\1/\2}", text.strip())
+    text, unit, loose = _without_unit(text)
     scale = 1
     for word in unit.split():
         scale *= _units.SCALES.get(word, 1)
@@ -647,9 +641,9 @@ def rounds_to(exact: sympy.Expr, decimal: Number) -> bool:
 
 
 _READERS = (
-    _word,
     _clock,
     _choice,
+    _word,
     _environment,
     _either,
     _list,
