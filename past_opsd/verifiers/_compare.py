@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from math import gcd
 
 import sympy
@@ -18,14 +18,13 @@ from sympy.core.function import AppliedUndef
 
 from past_opsd.verifiers import Reason, _units
 from past_opsd.verifiers._latex import Unread
-from past_opsd.verifiers._normalise import clean
-from past_opsd.verifiers._prose import conclusion
 from past_opsd.verifiers._regions import Piece, Region
 from past_opsd.verifiers._values import (
     Based,
     Cases,
     Choice,
     Clock,
+    Congruence,
     Contradiction,
     Equation,
     Items,
@@ -42,6 +41,8 @@ from past_opsd.verifiers._values import (
     rounds_to,
 )
 
+# Beside our own refusals: what sympy raises where an expression has no value or no method.
+_UNREADABLE = (Unread, ArithmeticError, TypeError, ValueError, AttributeError, NotImplementedError)
 _LONG = 6  # decimal places from which a gold answer is itself taken for a rounding
 _SCIENTIFIC_DIGITS = 3
 _POINTS = tuple(sympy.Rational(a, b) for a, b in ((7, 5), (17, 13), (31, 19), (43, 37), (59, 53), (71, 67), (83, 79)))
@@ -73,20 +74,20 @@ def judge(gold: str, answer: str, rules: str = "{}") -> str:
         return Reason.WRONG.value
     except RecursionError:
         return Reason.TOO_COMPLEX.value
-    except (Unread, ArithmeticError, TypeError, ValueError, AttributeError, NotImplementedError):
+    except _UNREADABLE:
         return Reason.UNPARSEABLE.value
     return (Reason.CORRECT if equal else Reason.WRONG).value
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _gold(text: str) -> Value | None:
-    """The gold answer's value; a sentence's is that of what it ends in."""
-    for part in dict.fromkeys((text, clean(conclusion(text)))):
-        try:
-            return parse(part)
-        except (Unread, ArithmeticError, TypeError, ValueError, AttributeError, NotImplementedError):
-            continue
-    return None
+    """The gold answer's value; where it contradicts itself, what it says last."""
+    try:
+        return parse(text)
+    except Contradiction:
+        return _gold(text.rpartition("=")[2])
+    except _UNREADABLE:
+        return None
 
 
 def same(gold: Value, said: Value, rules: Rules) -> bool:
@@ -124,6 +125,9 @@ def _single(value: Value) -> Value:
 def _structures(gold: Value, said: Value, rules: Rules) -> bool:
     if isinstance(gold, Based) and isinstance(said, Based):
         return gold == said
+    if isinstance(gold, Congruence) and isinstance(said, Congruence):
+        apart = sympy.cancel((gold.residue - said.residue) / gold.modulus)
+        return gold.name == said.name and equal(gold.modulus, said.modulus) and bool(apart.is_integer)
     if isinstance(gold, Matrix) and isinstance(said, Matrix):
         return _all_same([v for row in gold.rows for v in row], [v for row in said.rows for v in row], rules) and (
             len(gold.rows) == len(said.rows)

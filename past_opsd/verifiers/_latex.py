@@ -65,6 +65,8 @@ class Unread(ValueError):
 
 def read(text: str) -> sympy.Expr:
     """The value of a whole text, or `Unread`."""
+    if re.search(r"(?<![\\a-zA-Z{])[a-zA-Z]{5,}", text):
+        raise Unread("a word")
     parser = _Parser(_BARE.sub(r"\\\1 ", text))
     value = parser.sum()
     parser.expect_end()

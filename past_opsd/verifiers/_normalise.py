@@ -157,13 +157,19 @@ def drop_decoration(text: str) -> str:
     text = re.sub(r"\\[hv]?phantom\s*\{[^{}]*\}|\\checkmark(?![a-zA-Z])|[✓✔✅]|\\color\s*\{[^{}]*\}", " ", text)
     text = re.sub(r"\\(?:underline|textcolor\s*\{[^{}]*\})\s*(?=\{)", "", text)
     text = re.sub(r"\\varnothing(?![a-zA-Z])", r"\\emptyset", text)
+    text = re.sub(r"\\not\s*=", r"\\ne ", re.sub(r"\\not\s*\\in(?![a-zA-Z])", r"\\notin ", text))
     return re.sub(r"\\(?:mathrm|text|operatorname)\s*\{([ei])\}", r"{\1}", text).strip()
 
 
 def drop_sizes(text: str) -> str:
-    r"""Without \left, \right, \big and their kin, which only set a bracket's size; `\left.` sets none."""
+    r"""Without \left, \right, \big and their kin, which only set a bracket's size; `\left.` sets none.
+
+    Pointed brackets as round ones, and braces by their short name.
+    """
     text = re.sub(r"\\(?:left|right)\s*\.", "", text)
-    return re.sub(r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\s*", "", text).strip()
+    for name, sign in (("langle", "("), ("rangle", ")"), ("lbrace", "\\{"), ("rbrace", "\\}")):
+        text = re.sub(rf"\\{name}(?![a-zA-Z])", lambda _, sign=sign: sign, text)
+    return re.sub(r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*", "", text).strip()
 
 
 def drop_full_stop(text: str) -> str:

@@ -7,9 +7,10 @@ import re
 from past_opsd.verifiers._normalise import unquote
 
 _HASHES = re.compile(r"####\s*(.+)\s*$")
-_ANNOUNCED = re.compile(r".*\banswers?\b\s*(?:should be|must be|is|are|:|=)+[\s:]*(?P<said>.*\S)", re.IGNORECASE | re.DOTALL)
+_ANNOUNCED = re.compile(r".*\banswers?\b[\s*]*(?:should be|must be|is|are|:|=)+[\s:*]*(?P<said>.*\S)", re.IGNORECASE | re.DOTALL)
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_NUMBER = re.compile(r"(?<![\w.])-?\\?\$?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?(?:\s*\\?%)?")
+_ONE = r"-?\\?\$?\d(?:[\d,]*\d)?(?:\.\d+)?(?:\s*/\s*\d+)?(?:\s*\\?%)?"
+_NUMBER = re.compile(rf"(?<![\w.])(?:{_ONE}(?:,\s+|,?\s+and\s+|,?\s+or\s+))*{_ONE}")
 _SENTENCES = re.compile(r"(?<=[.!?])\s+(?=[A-Z$\\])|\n+")
 _BARE_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 _TELLING = re.compile(r"\b(?:answer|so|thus|hence|therefore|is|are|was|equals|gives|get|gets)\b", re.IGNORECASE)

@@ -95,6 +95,7 @@ def canonical(text: str) -> str:
     What is left after the known words is kept as it stands, in the singular.
     """
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", " degree ", text)
+    text = re.sub(r"\bper\s+cent\b", "percent", text)
     text = re.sub(r"\\\$", " dollar ", text).replace(r"\%", " percent ").replace("%", " percent ")
     text = re.sub(r"\\[a-zA-Z]+|[{}~]", " ", text).replace("²", "^2").replace("³", "^3")
     parts: list[str] = []
@@ -142,7 +143,8 @@ def _singular(word: str) -> str:
         return word[:-3] + "y"
     if word.endswith(("ches", "shes", "sses", "xes")):
         return word[:-2]
-    return word[:-1] if word.endswith("s") and not word.endswith("ss") and len(word) > 3 else word
+    plural = word.endswith("s") and not word.endswith("ss") and (len(word) > 3 or word[:-1] in _CANONICAL)
+    return word[:-1] if plural and len(word) > 2 else word
 
 
 def is_known(word: str) -> bool:

@@ -14,7 +14,7 @@ from sympy.core.function import AppliedUndef
 from past_opsd.verifiers import _units
 from past_opsd.verifiers._latex import Unread, read
 from past_opsd.verifiers._normalise import plain_word, split_top, squeeze, unquote
-from past_opsd.verifiers._regions import EVERYTHING, NOTHING, Piece, Region, solve
+from past_opsd.verifiers._regions import EVERYTHING, NOTHING, Piece, Region, order, solve
 
 
 class Contradiction(Unread):
@@ -116,7 +116,14 @@ class Based:
     base: int
 
 
-Value = Number | Items | Span | Equation | Relation | Matrix | Cases | Word | Choice | Clock | Ratio | Based
+@dataclass(frozen=True, slots=True)
+class Congruence:
+    name: str
+    residue: sympy.Expr
+    modulus: sympy.Expr
+
+
+Value = Number | Items | Span | Equation | Relation | Matrix | Cases | Word | Choice | Clock | Ratio | Based | Congruence
 
 _COUNTED = {
     word: number
@@ -125,11 +132,15 @@ _COUNTED = {
         "seventeen eighteen nineteen twenty".split()
     )
 }
+# Words that make something else of the number before or after them, so that they are no unit.
 _MEANINGFUL = frozenset(
-    "and or not no if when where for mod modulo base but except either neither nor is isn't than plus minus times over "
-    "divided half quarter third least most more less greater fewer up to between both choose only otherwise halves thirds fourths quarters fifths "
-    "sixths sevenths eighths ninths tenths hundredths thousandths".split()
+    "and or not no if when where for mod modulo base but except unless either neither nor is isn't are than plus minus "
+    "times over divided half twice double triple least most more less greater fewer up to between both choose only "
+    "otherwise halves thirds fourths quarters fifths sixths sevenths eighths ninths tenths hundredths thousandths half "
+    "third fourth quarter fifth sixth tenth hundredth thousandth pi factorial root power negative positive below above "
+    "remainder r x inverse reciprocal opposite wrong incorrect".split()
 )
+_DENYING = frozenset("not no isn't never than least most between except unless about if either neither or wrong".split())
 _SETS = {r"\mathbb{R}": "R", r"\R": "R", r"\Re": "R", r"\mathbb{Z}": "Z", r"\mathbb{N}": "N", r"\mathbb{Q}": "Q",
          r"\mathbb{C}": "C", r"\mathbf{R}": "R", r"\mathbf{Z}": "Z"}  # fmt: skip
 _RELATION = re.compile(
@@ -160,6 +171,15 @@ _MINUTES = re.compile(
     r"([+-]?\d+)\s*\^\s*\{?\s*\\circ\s*\}?\s*(\d+)\s*(?:'|\^\s*\{?\s*\\prime\s*\}?)(?:\s*(\d+(?:\.\d+)?)\s*(?:''|\"))?"
 )
 _MONEY = re.compile(r"(-?)\s*(?:\\\$|\\text\{ ?(euro|gbp|yen|rupee)\})\s*(-?)(?=[\d.\\(])")
+_LEAD = re.compile(
+    r"(?:\\text\s*\{(?P<quoted>[A-Za-z' ]*[A-Za-z])\s*(?::|\bis:?|\bare:?)\s*\}"
+    r"|(?P<bare>(?i:(?:the )?(?:final )?(?:answer|total|result)(?: is)?)):?)\s*(?P<rest>[^:\s].*)",
+    re.DOTALL,
+)
+_CONGRUENCE = re.compile(
+    r"(.*?)\\equiv(?![a-zA-Z])(.*?)\s*\(?\s*(?:\\[pb]?mod|\\text\s*\{\s*mod\s*\}|mod)\s*\{?([^{}()]+)\}?\s*\)?", re.DOTALL
+)
+_COMPOUND = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*,?\s*(?:\\land\s+|and\s+)?(\d+(?:\.\d+)?)\s*([A-Za-z]+)\.?")
 _NAME = re.compile(r"(?P<base>[A-Za-z]+|\\[a-z]+)(?P<index>_(?:\d|\{\d+\}))?(?:\((?P<of>[^()]*)\))?")
 _LAST_STEP = re.compile(r"\\(?:Rightarrow|implies|Longrightarrow|therefore|iff|Leftrightarrow)(?![a-zA-Z])")
 
@@ -192,12 +212,21 @@ def _word(text: str) -> Value | None:
     return Word(said) if is_word else None
 
 
+def _announced(text: str) -> Value | None:
+    r"""`\text{The answer is } 7`, `Answer: 7`: what is announced, unless the words deny it."""
+    found = _LEAD.fullmatch(text)
+    lead = found and (found["quoted"] or found["bare"])
+    if not found or not lead or _DENYING.intersection(lead.lower().split()):
+        return None
+    return parse(found["rest"])
+
+
 def _choice(text: str) -> Value | None:
     bare = unquote(text).strip()
     if bare != text.strip() and re.fullmatch("[A-Za-z]", bare) and bare not in "ei":
         return Choice(bare.upper())
     found = _CHOICE.fullmatch(bare) or (re.fullmatch(r"\(([a-z])\)()()()", bare) if bare != text else None)
-    if found is None or found[4][:1] in tuple("+-*/^=_!,)<>("):
+    if found is None or found[4][:1] in tuple("+-*/^=_!,)<>(") or re.search(r"\b(?:or|and|not|but)\b", found[4]):
         return None
     letter = (found[1] or found[2] or found[3]).upper()
     if not found[4]:
@@ -266,6 +295,22 @@ def _either(text: str) -> Value | None:
                 return _joined(values, unite=sign == r"\lor")
             return _listed(values)
     return None
+
+
+def _congruence(text: str) -> Value | None:
+    found = _CONGRUENCE.fullmatch(text)
+    return found and Congruence(squeeze(found[1]), read(found[2]), read(found[3]))
+
+
+def _compound(text: str) -> Value | None:
+    """`5 feet 6 inches` in the first of its units, which is then part of the answer."""
+    found = _COMPOUND.fullmatch(unquote(text))
+    units = (_units.canonical(found[2]), _units.canonical(found[4])) if found else ("", "")
+    factor = _units.conversion(units[1], units[0]) if units[0] != units[1] else None
+    if not found or factor is None:
+        return None
+    rest = sympy.Rational(found[3]) * sympy.Rational(factor.numerator, factor.denominator)
+    return Number(sympy.Rational(found[1]) + rest, units[0], loose=True)
 
 
 def _split_command(text: str, command: str) -> list[str]:
@@ -348,11 +393,16 @@ def as_span(value: Value) -> Span:
         return value
     if isinstance(value, Items) and all(isinstance(v, Number) and _is_plain(v) for v in value.values):
         numbers = [v.expr for v in value.values if isinstance(v, Number)]
-        if value.brackets in ("()", "[]", "(]", "[)") and len(numbers) == 2:
+        if value.brackets in ("()", "[]", "(]", "[)") and len(numbers) == 2 and _ascend(*numbers):
             return Span(Region.of(Piece(numbers[0], numbers[1], value.brackets[0] == "[", value.brackets[1] == "]")))
         if value.brackets == "{}":
             return Span(Region.of(*(Piece(n, n, True, True) for n in numbers)))
     raise Unread("no part of the real line")
+
+
+def _ascend(low: sympy.Expr, high: sympy.Expr) -> bool:
+    """Could these be an interval's ends? `(1, -1)` is a point, and no way to write the empty set."""
+    return not (low.is_number and high.is_number) or order(low, high) < 0
 
 
 def _is_plain(number: Number) -> bool:
@@ -369,7 +419,7 @@ def _relation(text: str) -> Value | None:
     if "in" in signs or "!in" in signs:
         return _member(parts, signs)
     if "equiv" in signs:
-        return None
+        raise Unread("a congruence without its modulus")
     if set(signs) <= {"=", "~"}:
         return _equation(parts, signs)
     return _inequality(parts, signs)
@@ -389,6 +439,8 @@ def _member(parts: list[str], signs: list[str]) -> Value | None:
 def _equation(parts: list[str], signs: list[str]) -> Value | None:
     """A chain of equations: every number in it must be the last one."""
     if not parts[-1]:
+        return None
+    if any(_DENYING.intersection(map(str.lower, re.findall(r"\b[A-Z]?[a-z']+\b", part))) for part in parts[:-1]):
         return None
     first, last = _maybe(parts[0]), parse(parts[-1])
     if not parts[0]:
@@ -424,7 +476,9 @@ def _is_atom(expr: sympy.Expr) -> bool:
 
 
 def _is_name(left: sympy.Expr) -> bool:
-    r"""May this stand for a value? `x`, `f(3)`, `m+n`, `|AB|` may; `x + 1` and `2x` are arithmetic on one unknown."""
+    r"""May this stand for a value? `x`, `f(3)`, `m+n`, `|AB|` may; `x + 1`, `2x` and `x + y - 3` are arithmetic."""
+    if left.is_Add and any(term.is_number for term in left.args):
+        return False
     if len(left.free_symbols) != 1 or left.is_Symbol or isinstance(left, sympy.Function):
         return True
     numbers = [n for n in left.atoms(sympy.Number) if n not in (1, -1)]
@@ -466,7 +520,8 @@ def _solved(exprs: list[sympy.Expr], signs: list[str], free: sympy.Basic, name: 
 
 
 def _ratio(text: str) -> Value | None:
-    parts = [part.strip() for part in split_top(unquote(text) if "text" in text else text, ":")]
+    text = re.sub(r"(?<=\d) to (?=\d)", ":", unquote(text) if "text" in text else text)
+    parts = [part.strip() for part in split_top(text, ":")]
     if len(parts) < 2 or not all(parts):
         return None
     values = [_maybe(part) for part in parts]
@@ -476,14 +531,12 @@ def _ratio(text: str) -> Value | None:
 
 def _bracketed(text: str) -> Value | None:
     """A tuple, an interval or a set, if brackets stand around the whole."""
-    text = re.sub(r"\\langle(?![a-zA-Z])", "<", re.sub(r"\\rangle(?![a-zA-Z])", ">", text)).strip()
-    text = re.sub(r"^\\lbrace(?![a-zA-Z])", r"\\{", re.sub(r"\\rbrace$", r"\\}", text))
     if text.startswith(r"\{") and text.endswith(r"\}"):
         return _braced(text[2:-2].strip())
-    if len(text) < 3 or text[0] not in "([{<" or text[-1] not in ")]}>" or not _is_one_group(text):
+    if len(text) < 3 or text[0] not in "([{" or text[-1] not in ")]}" or not _is_one_group(text):
         return None
     inner = text[1:-1].strip()
-    pair = {"{": "", "<": "()"}.get(text[0], text[0] + text[-1])
+    pair = "" if text[0] == "{" else text[0] + text[-1]
     value = _list(inner)
     if value is None:
         return parse(inner) if pair in ("()", "[]", "") else None
@@ -498,7 +551,7 @@ def _bracketed(text: str) -> Value | None:
 def _is_one_group(text: str) -> bool:
     depth = 0
     for i, c in enumerate(text):
-        depth += (c in "([{<") - (c in ")]}>")
+        depth += (c in "([{") - (c in ")]}")
         if depth == 0 and i < len(text) - 1:
             return False
     return depth == 0
@@ -617,7 +670,9 @@ def _bare_unit(word: str) -> bool:
 
 def _is_unit_text(text: str) -> bool:
     words = re.findall(r"[a-z']+", text.lower())
-    if re.search(r"[\d=<>,;%]", text) or words in (["e"], ["i"], ["d"]):
+    if re.search(r"[^A-Za-z\s/.()^'~-]", text) or not words or words[0] in ("squared", "cubed"):
+        return False
+    if len(words) == 1 and len(words[0]) == 1 and not _units.is_letter(words[0].upper()) and not _units.is_letter(words[0]):
         return False
     return not _MEANINGFUL.intersection(words)
 
@@ -642,9 +697,12 @@ def rounds_to(exact: sympy.Expr, decimal: Number) -> bool:
 
 _READERS = (
     _clock,
+    _announced,
     _choice,
     _word,
     _environment,
+    _congruence,
+    _compound,
     _either,
     _list,
     _relation,
