@@ -41,12 +41,14 @@ from past_opsd.verifiers._values import (
     rounds_to,
 )
 
-# Beside our own refusals: what sympy raises where an expression has no value or no method.
-_UNREADABLE = (Unread, ArithmeticError, TypeError, ValueError, AttributeError, NotImplementedError)
 _LONG = 6  # decimal places from which a gold answer is itself taken for a rounding
 _SCIENTIFIC_DIGITS = 3
-_POINTS = tuple(sympy.Rational(a, b) for a, b in ((7, 5), (17, 13), (31, 19), (43, 37), (59, 53), (71, 67), (83, 79)))
-_SETTINGS = (1, 2, -1)  # the points as they are, others, and negative ones
+# Where two expressions in the same variables are looked at: each variable has a value of its own, in three ways.
+_POINTS = (
+    tuple(sympy.Rational(a, b) for a, b in ((7, 5), (17, 13), (31, 19), (43, 37), (59, 53), (71, 67), (83, 79))),
+    tuple(sympy.Rational(a, b) for a, b in ((23, 11), (5, 3), (61, 41), (29, 17), (97, 47), (13, 7), (101, 73))),
+    tuple(sympy.Rational(-a, b) for a, b in ((19, 7), (11, 3), (37, 23), (67, 29), (89, 61), (3, 2), (107, 71))),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +63,16 @@ class Rules:
 
 def judge(gold: str, answer: str, rules: str = "{}") -> str:
     """The reason of the verdict on two cleaned answers that are not the same text. `rules` is JSON."""
-    try:
-        target = _gold(gold)
-    except RecursionError:
-        return Reason.TOO_COMPLEX.value
+    target = _gold(gold)
     if target is None:
         return Reason.BAD_GOLD.value
     try:
-        said = parse(answer)
-        equal = same(target, said, Rules(**json.loads(rules)))
+        equal = same(target, parse(answer), Rules(**json.loads(rules)))
     except Contradiction:
         return Reason.WRONG.value
-    except RecursionError:
-        return Reason.TOO_COMPLEX.value
-    except _UNREADABLE:
+    except MemoryError:
+        raise
+    except Exception:  # beside our own refusals, sympy raises many kinds where there is no value or no method
         return Reason.UNPARSEABLE.value
     return (Reason.CORRECT if equal else Reason.WRONG).value
 
@@ -86,7 +84,9 @@ def _gold(text: str) -> Value | None:
         return parse(text)
     except Contradiction:
         return _gold(text.rpartition("=")[2])
-    except _UNREADABLE:
+    except MemoryError:
+        raise
+    except Exception:  # see above
         return None
 
 
@@ -137,9 +137,14 @@ def _structures(gold: Value, said: Value, rules: Rules) -> bool:
         return _matched(rows, [Items((value, condition), "()") for value, condition in said.rows], rules)
     if isinstance(gold, Relation) and isinstance(said, Relation):
         return len(gold.parts) == len(said.parts) and all(
-            any(a[0] == b[0] and _is_positive_multiple(a[1], b[1]) for b in said.parts) for a in gold.parts
+            any(a[0] == b[0] and _is_larger(_multiple(_plain(a[1]), _plain(b[1]))) for b in said.parts)
+            for a in gold.parts
         )
     return False
+
+
+def _is_larger(factor: sympy.Expr | None) -> bool:
+    return factor is not None and bool(factor > 0)
 
 
 def _letter(gold: Value, said: Choice) -> bool:
@@ -169,12 +174,18 @@ def _equations(gold: Value, said: Value, rules: Rules) -> bool:
     if any(side is None for side in sides):
         return False
     a, b, c, d = (side for side in sides if side is not None)
-    ratio = sympy.cancel(sympy.together((a - b) / (c - d))) if not equal(c, d) else sympy.S.Zero
-    if ratio.is_number:
-        return bool(ratio.is_finite and ratio != 0)
-    # What cancel cannot see through: is the ratio of the residuals one number wherever it is looked at?
-    values = [_at(ratio, setting) for setting in (1, 2)]
-    return None not in values and values[0] != 0 and is_zero(values[0] - values[1])
+    return _multiple(a - b, c - d) is not None
+
+
+def _multiple(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+    """The number by which one function is the other's multiple, if there is one."""
+    if a.free_symbols != b.free_symbols or not a.free_symbols:
+        return None
+    values = [(_at(a, points), _at(b, points)) for points in _POINTS[:2]]
+    if any(x is None or y is None or is_zero(y) for x, y in values):
+        return None
+    ratios = [x / y for x, y in values if x is not None and y is not None]
+    return ratios[0] if is_zero(ratios[0] - ratios[1]) and not is_zero(ratios[0]) else None
 
 
 def _same_name(gold: str, said: str) -> bool:
@@ -261,7 +272,7 @@ def _time(value: Value) -> int | None:
 def _is_time(ratio: Ratio) -> bool:
     """`12:00` and `8:30` are no ratios in lowest terms."""
     found = re.fullmatch(r"(\d{1,2}):([0-5]\d)", ratio.text)
-    return found is not None and int(found[1]) < 25 and gcd(int(found[1]), int(found[2])) != 1
+    return found is not None and int(found[1]) < 25 and (found[2] == "00" or gcd(int(found[1]), int(found[2])) != 1)
 
 
 def _ratios(gold: Value, said: Value, rules: Rules) -> bool:
@@ -270,8 +281,10 @@ def _ratios(gold: Value, said: Value, rules: Rules) -> bool:
     parts = [_parts(side) for side in (gold, said)]
     if parts[0] is None or parts[1] is None or len(parts[0]) != len(parts[1]):
         return False
+    if any(part.is_zero for part in (*parts[0], *parts[1])):
+        return False
     (a, *rest), (b, *others) = parts
-    return all(equal(x * b, y * a) for x, y in zip(rest, others, strict=True)) and not is_zero(a * b)
+    return all(equal(x * b, y * a) for x, y in zip(rest, others, strict=True))
 
 
 def _parts(value: Value) -> tuple[sympy.Expr, ...] | None:
@@ -371,18 +384,17 @@ def equal(a: sympy.Expr, b: sympy.Expr) -> bool:
         return False
     if a.free_symbols != b.free_symbols:
         return False
-    difference = a - b
-    looked = 0
-    for setting in _SETTINGS:
-        values = _at(a, setting), _at(b, setting)
-        if values[0] is None or values[1] is None:
+    looked = False
+    for points in _POINTS:
+        x, y = _at(a, points), _at(b, points)
+        if x is None or y is None:
             continue
-        if setting < 0 and not (values[0].is_real and values[1].is_real):
-            continue  # where a root or logarithm has no real value
-        if not is_zero(values[0] - values[1]):
+        if points is _POINTS[-1] and not (x.is_real and y.is_real):
+            continue  # a root or logarithm of a negative number
+        if not is_zero(x - y):
             return False
-        looked += setting > 0
-    return looked > 0 or difference == 0
+        looked = True
+    return looked or a - b == 0
 
 
 def _with_i(expr: sympy.Expr, other: sympy.Expr) -> sympy.Expr:
@@ -399,10 +411,8 @@ def _plain(expr: sympy.Expr) -> sympy.Expr:
     return expr
 
 
-def _at(expr: sympy.Expr, setting: int) -> sympy.Expr | None:
-    """The value where each variable has a fixed value of its own, by the order of their names."""
+def _at(expr: sympy.Expr, points: Sequence[sympy.Rational]) -> sympy.Expr | None:
+    """The value where each variable has a fixed value, by the order of their names."""
     names = sorted(expr.free_symbols, key=str)
-    points = {s: _POINTS[i % len(_POINTS)] * setting + i // len(_POINTS) for i, s in enumerate(names)}
-    value = expr.subs(points)
+    value = expr.subs({s: points[i % len(points)] + i // len(points) for i, s in enumerate(names)})
     return value if value.is_number and value.is_finite is not False else None
-

@@ -65,8 +65,8 @@ class Unread(ValueError):
 
 def read(text: str) -> sympy.Expr:
     """The value of a whole text, or `Unread`."""
-    if re.search(r"(?<![\\a-zA-Z{])[a-zA-Z]{5,}", text):
-        raise Unread("a word")
+    if re.search(r"(?<![\\a-zA-Z{])[a-zA-Z]{5,}|\\[dt]?frac\s*\{\s*(?:d|\\partial)\b[^{}]*\}\s*\{\s*(?:d|\\partial\s*)[a-z]", text):
+        raise Unread("a word, or a derivative")
     parser = _Parser(_BARE.sub(r"\\\1 ", text))
     value = parser.sum()
     parser.expect_end()
@@ -122,7 +122,7 @@ class _Parser:
         start = self.at
         value = self.signed()
         while True:
-            bare = self.at - start == 1 and self.tokens[start][0] == "number"
+            bare = self.at - start == 1 and self.tokens[start][1][0] not in "\\)"  # `4 2` and `x2` are no products
             operator = self.next if self.next in _OPERATORS else ""
             if operator:
                 self.take()

@@ -140,7 +140,7 @@ _MEANINGFUL = frozenset(
     "third fourth quarter fifth sixth tenth hundredth thousandth pi factorial root power negative positive below above "
     "remainder r x inverse reciprocal opposite wrong incorrect".split()
 )
-_DENYING = frozenset("not no isn't never than least most between except unless about if either neither or wrong".split())
+_DENYING = frozenset("not no isn't never than least most between except unless about if where when such either neither or wrong".split())
 _SETS = {r"\mathbb{R}": "R", r"\R": "R", r"\Re": "R", r"\mathbb{Z}": "Z", r"\mathbb{N}": "N", r"\mathbb{Q}": "Q",
          r"\mathbb{C}": "C", r"\mathbf{R}": "R", r"\mathbf{Z}": "Z"}  # fmt: skip
 _RELATION = re.compile(
@@ -443,6 +443,8 @@ def _equation(parts: list[str], signs: list[str]) -> Value | None:
     if any(_DENYING.intersection(map(str.lower, re.findall(r"\b[A-Z]?[a-z']+\b", part))) for part in parts[:-1]):
         return None
     first, last = _maybe(parts[0]), parse(parts[-1])
+    if first is None and len(split_top(parts[0], "+-")) > 1:
+        return None
     if not parts[0]:
         return last
     if isinstance(last, Number) and last.expr.is_Symbol and isinstance(first, Number) and first.expr.is_number:

@@ -1,4 +1,4 @@
-"""`past verify`: grade a file of model responses and, where it states verdicts, say how far the two agree."""
+"""`past verify`: grade a file of model responses and, where it states verdicts, how far we and math-verify agree."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from past_opsd.files import whole
 from past_opsd.reading import plain, room
 from past_opsd.types import PastError, Problem, Response, Verdict
 from past_opsd.verifiers import Verifier
+from past_opsd.verifiers.pool import WorkerPool
 
 _STATED = ("stated", "equal", "expected", "correct", "label")
 _OWN = ("gold", "prediction", "response", "finished")
 _SKIPPED = "skipped"
 _BATCH = 256
+_PLAIN_LIMIT = 5.0
 
 
 @dataclass(slots=True)
@@ -41,8 +43,20 @@ class Agreement:
         self.wrongly_accepted += ours and not stated
 
     @property
+    def wrongly_rejected(self) -> int:
+        return self.total - self.same - self.wrongly_accepted
+
+    @property
     def rate(self) -> float:
         return self.same / self.total if self.total else float("nan")
+
+
+@dataclass(slots=True)
+class Pair:
+    """Our agreement with stated verdicts, and plain math-verify's on the same rows."""
+
+    ours: Agreement = field(default_factory=Agreement)
+    plain: Agreement = field(default_factory=Agreement)
 
 
 @dataclass(slots=True)
@@ -54,26 +68,34 @@ class Summary:
     bad: int = 0
     seconds: float = 0.0
     reasons: Counter[str] = field(default_factory=Counter)
-    overall: Agreement = field(default_factory=Agreement)
-    by_source: dict[str, Agreement] = field(default_factory=dict)
-    suspect: Agreement = field(default_factory=Agreement)
-    policy: Agreement = field(default_factory=Agreement)
+    compared: Pair = field(default_factory=Pair)
+    by_source: dict[str, Pair] = field(default_factory=dict)
+    suspect: Pair = field(default_factory=Pair)
+    policy: Pair = field(default_factory=Pair)
 
-    def count(self, row: Mapping[str, Any], verdict: Verdict, stated: bool | None) -> None:
-        """Take one graded row in."""
+    @property
+    def overall(self) -> Agreement:
+        return self.compared.ours
+
+    def count(self, row: Mapping[str, Any], verdict: Verdict, stated: bool | None, plain: bool | None) -> None:
+        """Take one graded row in, with math-verify's verdict if it was asked."""
         self.rows += 1
         self.correct += verdict.correct
         self.reasons[verdict.reason] += 1
         if stated is None or verdict.reason == _SKIPPED:
             return
+        for pair in self._pairs(row):
+            pair.ours.add(verdict.correct, stated)
+            if plain is not None:
+                pair.plain.add(plain, stated)
+
+    def _pairs(self, row: Mapping[str, Any]) -> list[Pair]:
         if row.get("suspect"):
-            self.suspect.add(verdict.correct, stated)
-        elif row.get("policy"):
-            self.policy.add(verdict.correct, stated)
-        else:
-            self.overall.add(verdict.correct, stated)
-            if group := _group(row.get("source")):
-                self.by_source.setdefault(group, Agreement()).add(verdict.correct, stated)
+            return [self.suspect]
+        if row.get("policy"):
+            return [self.policy]
+        group = _group(row)
+        return [self.compared, *([self.by_source.setdefault(group, Pair())] if group else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +107,23 @@ class _Row:
 
 
 def grade_file(
-    path: Path, out: Path | None, verifier: Verifier, *, skip_bad: bool = False, protocol_field: str | None = None
+    path: Path,
+    out: Path | None,
+    verifier: Verifier,
+    *,
+    skip_bad: bool = False,
+    protocol_field: str | None = None,
+    plain: WorkerPool | None = None,
 ) -> Summary:
     """Grade `path` (JSON lines with `gold` and `prediction`) into `out`, in order, in one pass.
 
     Other columns are at the verifier's disposal: `problem` and `solution` by name, the rest as the problem's extra.
     `out` holds every row with `correct` and `reason` set, and `stated` where the row came with a verdict; it
-    appears whole or not at all. A bad row is an error, or with `skip_bad` left out and counted.
+    appears whole or not at all. A bad row is an error, or with `skip_bad` left out and counted. `plain` asks
+    math-verify about the rows that state a verdict.
     """
+    if out is not None and out.exists() and path.exists() and out.samefile(path):
+        raise PastError(f"--out {out}: that is the file to be graded. Name another one.")
     began = time.monotonic()
     summary = Summary()
     with _replacing(out) as sink:
@@ -100,18 +131,26 @@ def grade_file(
         for row in _rows(path, protocol_field, skip_bad, summary):
             batch.append(row)
             if len(batch) == _BATCH:
-                _grade(batch, verifier, sink, summary)
+                _grade(batch, verifier, sink, summary, plain)
                 batch = []
-        _grade(batch, verifier, sink, summary)
+        _grade(batch, verifier, sink, summary, plain)
+        if not summary.rows:
+            why = f"all {summary.bad} rows are bad" if summary.bad else "there are no rows in it"
+            raise PastError(f"{path}: {why}. Give a file of JSON lines with `gold` and `prediction`.")
     summary.seconds = time.monotonic() - began
     return summary
 
 
-def _grade(batch: list[_Row], verifier: Verifier, sink: IO[bytes] | None, summary: Summary) -> None:
+def _grade(
+    batch: list[_Row], verifier: Verifier, sink: IO[bytes] | None, summary: Summary, plain: WorkerPool | None
+) -> None:
+    asked = [row for row in batch if row.response is not None and row.stated is not None] if plain else []
+    replies = plain.run([(row.problem.answer, row.response.text) for row in asked if row.response]) if plain else []
+    others = {id(row): reply == "yes" for row, reply in zip(asked, replies, strict=True)}
     verdicts = iter(verifier.verify([(row.problem, row.response) for row in batch if row.response is not None]))
     for row in batch:
         verdict = Verdict(False, _SKIPPED) if row.response is None else next(verdicts)
-        summary.count(row.data, verdict, row.stated)
+        summary.count(row.data, verdict, row.stated, others.get(id(row)))
         if sink is not None:
             stated = {} if row.stated is None else {"stated": row.stated}
             sink.write(_line(row.data | stated | {"correct": verdict.correct, "reason": verdict.reason}))
@@ -189,7 +228,11 @@ def _line(row: Mapping[str, Any]) -> bytes:
         return (json.dumps(row) + "\n").encode()
 
 
-def _group(source: object) -> str:
+def _group(row: Mapping[str, Any]) -> str:
+    """What a row is counted under: its family, or where it comes from."""
+    source = row.get("family", row.get("source"))
+    if "family" in row:
+        return str(source)
     return source.split(" ")[0].split("::")[0] if isinstance(source, str) else ""
 
 
@@ -210,21 +253,31 @@ def render(summary: Summary) -> str:
     if summary.bad:
         lines.append(f"{summary.bad} bad rows left out")
     lines += [f"  {reason:<14}{count:>8}" for reason, count in summary.reasons.most_common()]
-    if summary.overall.total:
-        lines.append(f"{'agreement with stated verdicts':<44}{'same':>7}{'of':>7}{'rate':>8}{'accepted':>12}")
-        lines.append(_row("all", summary.overall))
-        lines += [_row(f"  {name}", summary.by_source[name]) for name in sorted(summary.by_source)]
-    for name, part in (("policy (a matter of taste)", summary.policy), ("suspect (stated wrongly)", summary.suspect)):
-        if part.total:
-            lines.append(_row(f"not counted: {name}", part))
-    if summary.overall.total:
-        lines.append("accepted: rows that we accept and the stated verdict does not")
+    if summary.overall.total or summary.policy.ours.total or summary.suspect.ours.total:
+        lines += _table(summary)
     return "\n".join(lines)
 
 
-def _row(name: str, part: Agreement) -> str:
-    name = name if len(name) <= 43 else name[:42] + "…"
-    return f"{name:<44}{part.same:>7}{part.total:>7}{part.rate:>8.1%}{part.wrongly_accepted:>12}"
+def _table(summary: Summary) -> list[str]:
+    """Agreement with the stated verdicts, ours and beside it math-verify's."""
+    both = summary.compared.plain.total > 0
+    heads = f"{'agree':>8}{'accepts':>8}{'rejects':>8}"
+    lines = [f"{'':<31}{'ours':>24}{'plain math-verify':>24}"] if both else []
+    lines.append(f"{'stated verdicts':<25}{'rows':>6}{heads}{heads if both else ''}")
+    lines.append(_row("all", summary.compared))
+    lines += [_row(f"  {name}", summary.by_source[name]) for name in sorted(summary.by_source)]
+    for name, part in (("left out: conventions", summary.policy), ("left out: stated wrongly", summary.suspect)):
+        if part.ours.total:
+            lines.append(_row(name, part))
+    lines.append("accepts: accepted though stated wrong. rejects: rejected though stated right.")
+    return lines
+
+
+def _row(name: str, pair: Pair) -> str:
+    name = name if len(name) <= 24 else name[:23] + "…"
+    sides = [pair.ours] + [pair.plain] * bool(pair.plain.total)
+    cells = (f"{side.rate:>8.1%}{side.wrongly_accepted:>8}{side.wrongly_rejected:>8}" for side in sides)
+    return f"{name:<25}{pair.ours.total:>6}{''.join(cells)}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -250,8 +303,19 @@ def run(args: argparse.Namespace) -> int:
         room(args.out)
         if args.out.exists() and args.out.samefile(args.file):
             raise PastError(f"--out {args.out} is the file that is graded; give another name, so that both are kept")
-    with _build(args.verifier, args.set) as verifier:
-        summary = grade_file(args.file, args.out, verifier, skip_bad=args.skip_bad, protocol_field=args.protocol_field)
+    beside = WorkerPool("past_opsd.verifiers._plain:accepts", workers=2, timeout=_PLAIN_LIMIT, memory_mb=4096)
+    try:
+        with _build(args.verifier, args.set) as verifier:
+            summary = grade_file(
+                args.file,
+                args.out,
+                verifier,
+                skip_bad=args.skip_bad,
+                protocol_field=args.protocol_field,
+                plain=beside,
+            )
+    finally:
+        beside.close()
     print(render(summary))
     if not summary.rows:
         raise PastError(f"{args.file}: holds no row that can be graded; give JSON lines with `gold` and `prediction`")
