@@ -358,7 +358,7 @@ def test_an_answer_of_any_text(text: str):
     cleaned = _normalise.clean(text)
     for read in (_normalise.squeeze, _normalise.rational, _normalise.label, _normalise.nesting, _normalise.is_quoted):
         read(cleaned)
-    _normalise.has_adjacent_numbers(cleaned)
+    _normalise.voted(cleaned)
     assert time.process_time() - began < LIMIT
 
 

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
+from typing import Any
 
 import sympy
 from sympy.core.function import AppliedUndef
 
 from past_opsd.verifiers import Reason, _units
-from past_opsd.verifiers._latex import Unread
+from past_opsd.verifiers._latex import UnreadError
 from past_opsd.verifiers._regions import Piece, Region
 from past_opsd.verifiers._values import (
     Based,
@@ -25,7 +26,7 @@ from past_opsd.verifiers._values import (
     Choice,
     Clock,
     Congruence,
-    Contradiction,
+    ContradictionError,
     Equation,
     Items,
     Matrix,
@@ -68,7 +69,7 @@ def judge(gold: str, answer: str, rules: str = "{}") -> str:
         return Reason.BAD_GOLD.value
     try:
         equal = same(target, parse(answer), Rules(**json.loads(rules)))
-    except Contradiction:
+    except ContradictionError:
         return Reason.WRONG.value
     except MemoryError:
         raise
@@ -82,7 +83,7 @@ def _gold(text: str) -> Value | None:
     """The gold answer's value; where it contradicts itself, what it says last."""
     try:
         return parse(text)
-    except Contradiction:
+    except ContradictionError:
         return _gold(text.rpartition("=")[2])
     except MemoryError:
         raise
@@ -149,7 +150,7 @@ def _is_larger(factor: sympy.Expr | None) -> bool:
 
 def _letter(gold: Value, said: Choice) -> bool:
     """A single letter as the gold answer, and the same letter chosen."""
-    return isinstance(gold, Number) and len(gold.word) == 1 and gold.word.upper() == said.letter
+    return isinstance(gold, Number) and gold.word in tuple("ABCDEFGHIJabcd") and gold.word.upper() == said.letter
 
 
 def _choice(gold: Choice, said: Value, rules: Rules) -> bool:
@@ -238,7 +239,7 @@ def _matched(gold: Sequence[Value], said: Sequence[Value], rules: Rules) -> bool
 def _spans(gold: Value, said: Value) -> bool:
     try:
         a, b = as_span(gold), as_span(said)
-    except Unread:
+    except UnreadError:
         return False
     if a.domain != b.domain or (a.name and b.name and not _same_name(a.name, b.name)):
         return False
@@ -279,11 +280,12 @@ def _ratios(gold: Value, said: Value, rules: Rules) -> bool:
     if isinstance(gold, Ratio) and _is_time(gold):
         return False
     parts = [_parts(side) for side in (gold, said)]
-    if parts[0] is None or parts[1] is None or len(parts[0]) != len(parts[1]):
+    first, second = parts
+    if first is None or second is None or len(first) != len(second):
         return False
-    if any(part.is_zero for part in (*parts[0], *parts[1])):
+    if any(part.is_zero for part in (*first, *second)):
         return False
-    (a, *rest), (b, *others) = parts
+    (a, *rest), (b, *others) = first, second
     return all(equal(x * b, y * a) for x, y in zip(rest, others, strict=True))
 
 
@@ -307,7 +309,9 @@ def _numbers(gold: Number, said: Number, rules: Rules) -> bool:
     if gold.unit and said.unit:
         if not _units.same(gold.unit, said.unit):
             factor = _units.conversion(said.unit, gold.unit) if rules.units == "convert" else None
-            return factor is not None and equal(gold.expr, said.expr * sympy.Rational(factor.numerator, factor.denominator))
+            return factor is not None and equal(
+                gold.expr, said.expr * sympy.Rational(factor.numerator, factor.denominator)
+            )
     elif (gold.unit and gold.loose) or (said.unit and said.loose):
         return False
     return _amounts(gold, said, rules)
@@ -397,21 +401,19 @@ def equal(a: sympy.Expr, b: sympy.Expr) -> bool:
     return looked or a - b == 0
 
 
-def _with_i(expr: sympy.Expr, other: sympy.Expr) -> sympy.Expr:
+def _with_i(expr: sympy.Expr, other: sympy.Expr) -> Any:
     """With j for the imaginary unit where the other has i."""
     j = sympy.Symbol("j", real=True)
     return expr.subs(j, sympy.I) if other.has(sympy.I) and not expr.has(sympy.I) else expr
 
 
-def _plain(expr: sympy.Expr) -> sympy.Expr:
+def _plain(expr: sympy.Expr) -> Any:
     """With every unknown function's value as a variable of its own."""
     unknown = sorted(expr.atoms(AppliedUndef), key=str)
-    if unknown:
-        expr = expr.xreplace({f: sympy.Symbol("f_" + str(f), real=True) for f in unknown})
-    return expr
+    return expr.xreplace({f: sympy.Symbol("f_" + str(f), real=True) for f in unknown})
 
 
-def _at(expr: sympy.Expr, points: Sequence[sympy.Rational]) -> sympy.Expr | None:
+def _at(expr: sympy.Expr, points: Sequence[sympy.Expr]) -> sympy.Expr | None:
     """The value where each variable has a fixed value, by the order of their names."""
     names = sorted(expr.free_symbols, key=str)
     value = expr.subs({s: points[i % len(points)] + i // len(points) for i, s in enumerate(names)})

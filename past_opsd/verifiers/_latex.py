@@ -11,11 +11,13 @@ from collections.abc import Callable
 
 import sympy
 
+from past_opsd.verifiers._normalise import words
+
 _TOKEN = re.compile(r"\s*+(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<command>\\[a-zA-Z]+\*?|\\.)|(?P<sign>\S))")
-_GREEK = frozenset(
-    r"\alpha \beta \gamma \delta \epsilon \varepsilon \zeta \eta \theta \vartheta \iota \kappa \lambda \mu \nu \xi \rho "
-    r"\sigma \tau \upsilon \phi \varphi \chi \psi \omega \Gamma \Delta \Theta \Lambda \Xi \Sigma \Phi \Psi \Omega "
-    r"\ell \hbar \aleph".split()
+_GREEK = words(
+    r"\alpha \beta \gamma \delta \epsilon \varepsilon \zeta \eta \theta \vartheta \iota \kappa \lambda \mu \nu \xi "
+    r"\rho \sigma \tau \upsilon \phi \varphi \chi \psi \omega \Gamma \Delta \Theta \Lambda \Xi \Sigma \Phi \Psi "
+    r"\Omega \ell \hbar \aleph"
 )
 _TIMES = (r"\cdot", r"\times", "*", r"\ast")
 _OVER = ("/", r"\div")
@@ -50,36 +52,38 @@ _INVERSE = {
     "tanh": sympy.atanh,
 }
 _NAMES = frozenset(_FUNCTIONS) | {"log", "max", "min", "gcd", "lcm", "det", "deg", "dim", "arg", "Re", "Im", "sgn"}
-_TASKS = frozenset(r"\sum \prod \int \iint \iiint \oint \lim \max \min \sup \inf".split())
+_TASKS = words(r"\sum \prod \int \iint \iiint \oint \lim \max \min \sup \inf")
 _PLAIN_WORDS = sorted((*_NAMES, "sqrt", "pi"), key=len, reverse=True)
 _BARE = re.compile(rf"(?<![a-zA-Z\\])({'|'.join(_PLAIN_WORDS)})(?![a-zA-Z])")
 _OPEN = {"(": ")", "{": "}", "[": "]", r"\{": r"\}", r"\lbrace": r"\rbrace"}
-_TEXTUAL = frozenset(r"\text \textbf \textit \textrm \mathrm \mathbf \mathit \mathsf \operatorname \mbox".split())
-_MARKED = frozenset(r"\overline \bar \vec \hat \tilde \overrightarrow \widehat \dot \ddot \mathcal \mathbb \mathfrak".split())
+_TEXTUAL = words(r"\text \textbf \textit \textrm \mathrm \mathbf \mathit \mathsf \operatorname \mbox")
+_MARKED = words(r"\overline \bar \vec \hat \tilde \overrightarrow \widehat \dot \ddot \mathcal \mathbb \mathfrak")
+_LONGEST = 4000  # Python converts no more than 4300 digits
 _CONSTANTS = {r"\pi": sympy.pi, r"\infty": sympy.oo, "∞": sympy.oo}
 
 
-class Unread(ValueError):
+class UnreadError(ValueError):
     """The text is no expression that can be read."""
 
 
 def read(text: str) -> sympy.Expr:
-    """The value of a whole text, or `Unread`."""
-    if re.search(r"(?<![\\a-zA-Z{])[a-zA-Z]{5,}|\\[dt]?frac\s*\{\s*(?:d|\\partial)\b[^{}]*\}\s*\{\s*(?:d|\\partial\s*)[a-z]", text):
-        raise Unread("a word, or a derivative")
+    """The value of a whole text, or `UnreadError`."""
+    if re.search(
+        r"(?<![\\a-zA-Z{])[a-zA-Z]{5,}|\\[dt]?frac\s*\{\s*(?:d|\\partial)\b[^{}]*\}\s*\{\s*(?:d|\\partial\s*)[a-z]",
+        text,
+    ):
+        raise UnreadError("a word, or a derivative")
     parser = _Parser(_BARE.sub(r"\\\1 ", text))
     value = parser.sum()
     parser.expect_end()
     return value
 
 
-def decimal(text: str) -> sympy.Rational:
+def decimal(text: str) -> sympy.Expr:
     """A number in decimal digits, exactly."""
-    return sympy.Rational(text) if len(text) < 4000 else _too_long()
-
-
-def _too_long() -> sympy.Rational:
-    raise Unread("a number of thousands of digits")
+    if len(text) > _LONGEST:
+        raise UnreadError("a number of thousands of digits")
+    return sympy.Rational(text)
 
 
 def _opaque(name: str, *arguments: sympy.Basic) -> sympy.Expr:
@@ -89,7 +93,9 @@ def _opaque(name: str, *arguments: sympy.Basic) -> sympy.Expr:
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self.tokens = [(m.lastgroup, m[m.lastgroup]) for m in _TOKEN.finditer(text) if m.lastgroup]
+        self.tokens: list[tuple[str | None, str]] = [
+            (m.lastgroup, m[m.lastgroup]) for m in _TOKEN.finditer(text) if m.lastgroup
+        ]
         self.at = 0
         self.bars = 0
 
@@ -104,13 +110,13 @@ class _Parser:
     def take(self, wanted: str | None = None) -> str:
         token = self.next
         if not token or (wanted is not None and token != wanted):
-            raise Unread(f"expected {wanted or 'more'}, found {token!r}")
+            raise UnreadError(f"expected {wanted or 'more'}, found {token!r}")
         self.at += 1
         return token
 
     def expect_end(self) -> None:
         if self.next:
-            raise Unread(f"unexpected {self.next!r}")
+            raise UnreadError(f"unexpected {self.next!r}")
 
     def sum(self) -> sympy.Expr:
         value = self.product()
@@ -212,7 +218,7 @@ class _Parser:
             return self.command()
         if token.isalpha() and token.isascii():
             return self.named(self.take())
-        raise Unread(f"unexpected {token!r}")
+        raise UnreadError(f"unexpected {token!r}")
 
     def number(self) -> sympy.Expr:
         """A number; `3\\frac{1}{2}` is a mixed one where the fraction is proper and of plain numbers."""
@@ -271,10 +277,10 @@ class _Parser:
             return self.function(name)
         if token in _TEXTUAL or token in _MARKED:
             return self.marked(token)
-        raise Unread(f"unknown command {token}")
+        raise UnreadError(f"unknown command {token}")
 
     def marked(self, token: str) -> sympy.Expr:
-        r"""`\overline{AB}`, `\mathbf{i}`, `\text{area}` as one name; `\mathrm{e}` and `\operatorname{lcm}` as themselves."""
+        r"""`\overline{AB}` and `\text{area}` as one name; `\mathrm{e}` and `\operatorname{lcm}` as what they are."""
         word = "".join(t for _, t in self.group())
         if token in (r"\mathrm", r"\text", r"\operatorname"):
             if word in ("e", "i"):
@@ -282,7 +288,7 @@ class _Parser:
             if word in _NAMES:
                 return self.function(word)
             if word == "mod":
-                raise Unread("a remainder")
+                raise UnreadError("a remainder")
         return self.subscripted(f"{token}{{{word}}}")
 
     def group(self) -> list[tuple[str | None, str]]:

@@ -13,7 +13,8 @@ from fractions import Fraction
 from itertools import product
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
     return frozenset(text.split())
 
 
@@ -29,12 +30,14 @@ _SIGNS = {
     "€": r"\text{ euro}", "£": r"\text{ gbp}", "¥": r"\text{ yen}", "₹": r"\text{ rupee}", "″": "''", "′": "'",
     "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "⟨": r"\langle ", "⟩": r"\rangle ",
 }  # fmt: skip
-_TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}"
+_TEXT = (
+    r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}"
+)
 _COMMANDS = (
-    "frac dfrac tfrac cfrac sqrt pi le leq leqslant ge geq geqslant lt gt ne neq in cup cap setminus infty cdot times div "
-    "pm mp left right text textbf textit textrm textnormal mathrm mathbf mathbb mbox operatorname begin end circ degree "
-    "approx binom sin cos tan cot sec csc log ln exp theta alpha beta gamma lambda mu phi omega overline emptyset mid "
-    "boxed quad qquad langle rangle lfloor rfloor lceil rceil land lor sum prod int lim"
+    "frac dfrac tfrac cfrac sqrt pi le leq leqslant ge geq geqslant lt gt ne neq in cup cap setminus infty cdot times "
+    "div pm mp left right text textbf textit textrm textnormal mathrm mathbf mathbb mbox operatorname begin end circ "
+    "degree approx binom sin cos tan cot sec csc log ln exp theta alpha beta gamma lambda mu phi omega overline "
+    "emptyset mid boxed quad qquad langle rangle lfloor rfloor lceil rceil land lor sum prod int lim"
 )
 _DOUBLED = re.compile(rf"(?<!\\)\\\\(?=(?:{'|'.join(_COMMANDS.split())})(?![a-zA-Z]))")
 _JOINING = re.compile(rf"{_TEXT}|(?<=[\s\d)}}\]$.,])(?P<bare>or|and)(?=[\s$\\(])")
@@ -48,9 +51,9 @@ _GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 _MIXED = re.compile(r"(?<![\w.^}/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.^/])")
 _REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}(?!\d)")
 _SCIENTIFIC = re.compile(r"(?<![\w.}])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])")
-_NUMBERS_ADJACENT = re.compile(r"(?<![\d.^_])\d[\d.]*\s+\.?\d[\d.]*(?!\s*[\^!\d.])")
 _RATIONAL = re.compile(
-    r"(?P<sign>[+-]?)\s*(?:(?P<whole>\d+)(?:\s*/\s*(?P<over>\d+))?|\\[dtc]?frac\{(?P<top>\d+)\}\{(?P<under>\d+)\})"
+    r"(?P<sign>[+-]?)\s*(?:(?P<decimal>\d*\.\d+)|(?P<whole>\d+)(?:\s*/\s*(?P<over>\d+))?"
+    r"|\\[dtc]?frac\{(?P<top>\d+)\}\{(?P<under>\d+)\})"
 )
 _OPENING, _CLOSING = "([{", ")]}"
 _LONGEST = 2000  # Python converts no more than 4300 digits
@@ -209,7 +212,7 @@ def unquote(text: str) -> str:
 
 
 def mixed_numbers(text: str) -> str:
-    r"""`1 1/2` as 1\frac{1}{2}, which math-verify reads as 3/2. Only proper fractions make mixed numbers."""
+    r"""`1 1/2` as 1\frac{1}{2}. Only proper fractions make mixed numbers."""
 
     def mixed(m: re.Match[str]) -> str:
         whole, top, bottom = m.groups()
@@ -245,7 +248,7 @@ def program_text(text: str) -> str:
 
 
 def scientific(text: str) -> str:
-    r"""`1.5e-3` as 1.5 \cdot 10^{-3}: math-verify reads Euler's number."""
+    r"""`1.5e-3` as 1.5 \cdot 10^{-3}: the letter is not Euler's number."""
     return _SCIENTIFIC.sub(r"(\1 \\cdot 10^{\2})", text)
 
 
@@ -301,6 +304,7 @@ _STEPS = (
     scientific,
     expand_pm,
     drop_sizes,
+    plain_spaces,
 )
 
 
@@ -311,22 +315,22 @@ def clean(text: str) -> str:
     return text
 
 
-def has_adjacent_numbers(text: str) -> bool:
-    """`4 2` is no value (math-verify reads 6); `2^6 3^5` is a product and fine."""
-    return _NUMBERS_ADJACENT.search(text) is not None
-
-
 def rational(text: str) -> Fraction | None:
-    r"""The value of `-42`, `7/9` or `-\\frac{7}{9}`; None for anything else, decimals too."""
+    r"""The value of `-42`, `2.50`, `7/9` or `-\\frac{7}{9}`; None for anything else."""
     number = _RATIONAL.fullmatch(text) if len(text) <= _LONGEST else None
     if number is None:
         return None
     bottom = int(number["over"] or number["under"] or 1)
-    return (
-        Fraction(int(number["top"] or number["whole"]), bottom) * (-1 if number["sign"] == "-" else 1)
-        if bottom
-        else None
-    )
+    if not bottom:
+        return None
+    top = Fraction(number["decimal"] or int(number["top"] or number["whole"]))
+    return top / bottom * (-1 if number["sign"] == "-" else 1)
+
+
+def voted(text: str) -> str:
+    """A cleaned answer in the form that is counted for majority@k: one for a number, one for a word."""
+    value = rational(text)
+    return str(value) if value is not None else label(text) or squeeze(text)
 
 
 def squeeze(text: str) -> str:

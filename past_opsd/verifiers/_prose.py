@@ -1,4 +1,4 @@
-r"""The answer in a gold text that is more than its answer: `#### 42`, `the answer is 42`, a solution that ends in it."""
+r"""The answer in a gold text that is more: `#### 42`, `the answer is 42`, a solution that ends in it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 
 from past_opsd.verifiers._normalise import unquote
 
-_HASHES = re.compile(r"####\s*(.+)\s*$")
-_ANNOUNCED = re.compile(r".*\banswers?\b[\s*]*(?:should be|must be|is|are|:|=)+[\s:*]*(?P<said>.*\S)", re.IGNORECASE | re.DOTALL)
+_LOOKED_AT = 2000  # characters at the end of a text
+_ANNOUNCED = re.compile(
+    r".*\banswers?\b[\s*]*(?:should be|must be|is|are|:|=)+[\s:*]*(?P<said>.*\S)", re.IGNORECASE | re.DOTALL
+)
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _ONE = r"-?\\?\$?\d(?:[\d,]*\d)?(?:\.\d+)?(?:\s*/\s*\d+)?(?:\s*\\?%)?"
 _NUMBER = re.compile(rf"(?<![\w.])(?:{_ONE}(?:,\s+|,?\s+and\s+|,?\s+or\s+))*{_ONE}")
@@ -19,11 +21,13 @@ _LIMITING = re.compile(r"\b(?:all|every|except|unless|least|most|than|between|if
 
 def stated(gold: str) -> str:
     """What a gold text announces as its answer; the text itself if it announces nothing."""
-    if found := _HASHES.search(gold):
-        return found[1].strip()
-    if (found := _ANNOUNCED.fullmatch(gold.strip())) and len(found["said"]) < 200:
+    end = gold[-_LOOKED_AT:].strip()
+    _, marked, said = end.rpartition("####")
+    if marked and said.strip():
+        return said.strip()
+    if (found := _ANNOUNCED.fullmatch(end)) and len(found["said"]) < 200:
         return _SENTENCES.split(found["said"])[0].strip()
-    return gold if not _is_prose(gold) else conclusion(gold)
+    return conclusion(end) if _is_prose(end) else gold
 
 
 def conclusion(text: str) -> str:

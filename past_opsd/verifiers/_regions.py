@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cmp_to_key
+from typing import Any
 
 import sympy
 
-from past_opsd.verifiers._latex import Unread
+from past_opsd.verifiers._latex import UnreadError
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def order(a: sympy.Expr, b: sympy.Expr) -> int:
         return 0
     value = sympy.N(difference, 15, maxn=200)
     if not value.is_extended_real:
-        raise Unread("an end that is no real number")
+        raise UnreadError("an end that is no real number")
     if abs(value) < sympy.Float("1e-80"):
         return 0
     return 1 if value > 0 else -1
@@ -79,7 +80,9 @@ def _is_empty(piece: Piece) -> bool:
 
 
 def _open_at_infinity(piece: Piece) -> Piece:
-    return Piece(piece.low, piece.high, piece.low_in and piece.low != -sympy.oo, piece.high_in and piece.high != sympy.oo)
+    return Piece(
+        piece.low, piece.high, piece.low_in and piece.low != -sympy.oo, piece.high_in and piece.high != sympy.oo
+    )
 
 
 def _by_start(a: Piece, b: Piece) -> int:
@@ -93,7 +96,9 @@ def _touch(a: Piece, b: Piece) -> bool:
 
 def _merge(a: Piece, b: Piece) -> Piece:
     sign = order(a.high, b.high)
-    high, high_in = (a.high, a.high_in) if sign > 0 else (b.high, b.high_in) if sign < 0 else (a.high, a.high_in or b.high_in)
+    high, high_in = (
+        (a.high, a.high_in) if sign > 0 else (b.high, b.high_in) if sign < 0 else (a.high, a.high_in or b.high_in)
+    )
     return Piece(a.low, high, a.low_in, high_in)
 
 
@@ -112,7 +117,7 @@ def solve(left: sympy.Expr, sign: str, right: sympy.Expr, free: sympy.Basic) -> 
     try:
         return _from_sympy(sympy.solve_univariate_inequality(relation, free, relational=False))
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise Unread("an inequality that cannot be solved") from error
+        raise UnreadError("an inequality that cannot be solved") from error
 
 
 def _half(sign: str, at: sympy.Expr) -> Region:
@@ -124,21 +129,21 @@ def _half(sign: str, at: sympy.Expr) -> Region:
     return Region.of(below if sign[0] == "<" else Piece(at, oo, sign == ">=", False))
 
 
-def _from_sympy(found: sympy.Set) -> Region:
+def _from_sympy(found: Any) -> Region:
+    parts: Any = found.args
     if isinstance(found, sympy.Interval):
-        return Region.of(Piece(found.start, found.end, not found.left_open, not found.right_open))
+        return Region.of(Piece(parts[0], parts[1], not found.left_open, not found.right_open))
     if isinstance(found, sympy.FiniteSet):
-        return Region.of(*(Piece(point, point, True, True) for point in found.args))
+        return Region.of(*(Piece(point, point, True, True) for point in parts))
     if isinstance(found, sympy.Union):
-        parts = [_from_sympy(part) for part in found.args]
-        return Region.of(*(piece for part in parts for piece in part.pieces))
+        return Region.of(*(piece for part in parts for piece in _from_sympy(part).pieces))
     if isinstance(found, sympy.Complement):
-        return _from_sympy(found.args[0]).intersection(_from_sympy(found.args[1]).complement())
+        return _from_sympy(parts[0]).intersection(_from_sympy(parts[1]).complement())
     if found == sympy.S.Reals:
         return EVERYTHING
     if found == sympy.S.EmptySet:
         return NOTHING
-    raise Unread("a set of another kind")
+    raise UnreadError("a set of another kind")
 
 
 NOTHING = Region(())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from past_opsd.verifiers._normalise import words
+
 # One line a unit: its spellings, first the one that stands for all.
 _SPELLINGS = """
 mm millimeter millimetre
@@ -56,9 +58,7 @@ kelvin
 acre
 hectare ha
 """.strip()
-_CANONICAL = {
-    word: line.split()[0] for line in _SPELLINGS.splitlines() for word in line.split()
-}
+_CANONICAL = {word: line.split()[0] for line in _SPELLINGS.splitlines() for word in line.split()}
 _FACTORS: dict[str, tuple[str, Fraction]] = {
     "mm": ("m", Fraction(1, 1000)), "cm": ("m", Fraction(1, 100)), "dm": ("m", Fraction(1, 10)),
     "m": ("m", Fraction(1)), "km": ("m", Fraction(1000)), "nm": ("m", Fraction(1, 10**9)),
@@ -73,7 +73,14 @@ _FACTORS: dict[str, tuple[str, Fraction]] = {
     "month": ("year", Fraction(1, 12)), "year": ("year", Fraction(1)),
     "j": ("j", Fraction(1)), "kj": ("j", Fraction(1000)),
 }  # fmt: skip
-_PHRASES = {"mph": "mi per h", "kmh": "km per h", "kph": "km per h", "kmph": "km per h", "fps": "ft per s", "sqft": "ft^2"}
+_PHRASES = {
+    "mph": "mi per h",
+    "kmh": "km per h",
+    "kph": "km per h",
+    "kmph": "km per h",
+    "fps": "ft per s",
+    "sqft": "ft^2",
+}
 SCALES = {
     "hundred": 100,
     "thousand": 1000,
@@ -83,10 +90,9 @@ SCALES = {
     "dozen": 12,
 }
 # Words that stand beside a unit and change nothing.
-_FILLERS = frozenset("of the a an in total altogether exactly each about approximately roughly different distinct".split())
+_FILLERS = words("of the a an total altogether exactly each about approximately roughly different distinct")
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
-_WORD = re.compile(r"[A-Za-zµΩ]+(?:\.[A-Za-z]\.?)?")
-_LETTERS = frozenset("m g s h l L N J W K V".split())
+_LETTERS = words("m g s h l L N J W K V")
 
 
 def canonical(text: str) -> str:
@@ -95,7 +101,7 @@ def canonical(text: str) -> str:
     What is left after the known words is kept as it stands, in the singular.
     """
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", " degree ", text)
-    text = re.sub(r"\bper\s+cent\b", "percent", text)
+    text = re.sub(r"\bin\s+(?=[a-z]{3})", "", re.sub(r"\bper\s+cent\b", "percent", text))
     text = re.sub(r"\\\$", " dollar ", text).replace(r"\%", " percent ").replace("%", " percent ")
     text = re.sub(r"\\[a-zA-Z]+|[{}~]", " ", text).replace("²", "^2").replace("³", "^3")
     parts: list[str] = []
@@ -136,7 +142,14 @@ def _name(word: str) -> str:
 
 
 def _singular(word: str) -> str:
-    irregular = {"people": "person", "children": "child", "feet": "ft", "inches": "inch", "men": "man", "women": "woman"}
+    irregular = {
+        "people": "person",
+        "children": "child",
+        "feet": "ft",
+        "inches": "inch",
+        "men": "man",
+        "women": "woman",
+    }
     if word in irregular:
         return irregular[word]
     if word.endswith("ies") and len(word) > 4:
@@ -150,7 +163,9 @@ def _singular(word: str) -> str:
 def is_known(word: str) -> bool:
     """Is a bare word after a number a unit that needs no quoting? A single letter is a variable."""
     low = word.lower()
-    return len(word) > 1 and (_name(word) in _FACTORS or _name(word) in _CANONICAL.values() or low in _PHRASES or low in _POWERS)
+    return len(word) > 1 and (
+        _name(word) in _FACTORS or _name(word) in _CANONICAL.values() or low in _PHRASES or low in _POWERS
+    )
 
 
 def is_letter(word: str) -> bool:

@@ -12,12 +12,12 @@ import sympy
 from sympy.core.function import AppliedUndef
 
 from past_opsd.verifiers import _units
-from past_opsd.verifiers._latex import Unread, read
-from past_opsd.verifiers._normalise import plain_word, split_top, squeeze, unquote
+from past_opsd.verifiers._latex import UnreadError, decimal, read
+from past_opsd.verifiers._normalise import plain_word, split_top, squeeze, unquote, words
 from past_opsd.verifiers._regions import EVERYTHING, NOTHING, Piece, Region, order, solve
 
 
-class Contradiction(Unread):
+class ContradictionError(UnreadError):
     """The answer says of one thing that it is two: `41 = 42`."""
 
 
@@ -123,24 +123,26 @@ class Congruence:
     modulus: sympy.Expr
 
 
-Value = Number | Items | Span | Equation | Relation | Matrix | Cases | Word | Choice | Clock | Ratio | Based | Congruence
-
-_COUNTED = {
-    word: number
-    for number, word in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-        "seventeen eighteen nineteen twenty".split()
-    )
-}
-# Words that make something else of the number before or after them, so that they are no unit.
-_MEANINGFUL = frozenset(
-    "and or not no if when where for mod modulo base but except unless either neither nor is isn't are than plus minus "
-    "times over divided half twice double triple least most more less greater fewer up to between both choose only "
-    "otherwise halves thirds fourths quarters fifths sixths sevenths eighths ninths tenths hundredths thousandths half "
-    "third fourth quarter fifth sixth tenth hundredth thousandth pi factorial root power negative positive below above "
-    "remainder r x inverse reciprocal opposite wrong incorrect".split()
+Value = (
+    Number | Items | Span | Equation | Relation | Matrix | Cases | Word | Choice | Clock | Ratio | Based | Congruence
 )
-_DENYING = frozenset("not no isn't never than least most between except unless about if where when such either neither or wrong".split())
+
+_COUNTED = re.findall(
+    r"\w+",
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty",
+)
+# Words that make something else of the number before or after them, so that they are no unit.
+_MEANINGFUL = words(
+    "and or not no if when where for mod modulo base but except unless either neither nor is isn't are than plus "
+    "minus times over divided half twice double triple least most more less greater fewer up to between both "
+    "choose only otherwise halves thirds fourths quarters fifths sixths sevenths eighths ninths tenths hundredths "
+    "thousandths half third fourth quarter fifth sixth tenth hundredth thousandth pi factorial root power "
+    "negative positive below above remainder r x inverse reciprocal opposite wrong incorrect"
+)
+_DENYING = words(
+    "not no isn't never than least most between except unless about if where when such either neither or wrong"
+)
 _SETS = {r"\mathbb{R}": "R", r"\R": "R", r"\Re": "R", r"\mathbb{Z}": "Z", r"\mathbb{N}": "N", r"\mathbb{Q}": "Q",
          r"\mathbb{C}": "C", r"\mathbf{R}": "R", r"\mathbf{Z}": "Z"}  # fmt: skip
 _RELATION = re.compile(
@@ -160,13 +162,16 @@ _BASED = re.compile(r"\(?\s*([0-9A-Fa-f]+)\s*\)?\s*_\s*\{?\s*(?:\\text\s*\{)?\s*
 _BASE_WORDS = re.compile(r"([0-9A-Fa-f]+)\s*,?\s*(?:in\s+)?base\s*-?\s*(\d+|[a-z]+)", re.IGNORECASE)
 _ENVIRONMENT = re.compile(r"\\begin\{([a-zA-Z]*matrix|array|cases|aligned)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _CHOICE = re.compile(
-    r"(?i:(?:option|choice|answer)\s+)?(?:\(\s*([A-Z])\s*\)|([A-Z])\s*[).:](?=\s|$)|(?<=\s)([A-Z])$)\s*[:.]?\s*(.*)", re.DOTALL
+    r"(?i:(?:option|choice|answer)\s+)?(?:\(\s*([A-Z])\s*\)|([A-Z])\s*[).:](?=\s|$)|(?<=\s)([A-Z])$)\s*[:.]?\s*(.*)",
+    re.DOTALL,
 )
 _TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}"
 _POWER = r"((?:\s*\^\s*(?:\d|\{\s*-?\d\s*\}))?)"
 _TAIL_TEXT = re.compile(rf"(?P<head>.*\S)\s*(?P<slash>/?)\s*{_TEXT}{_POWER}", re.DOTALL)
 _TAIL_WORDS = re.compile(r"(?P<head>.*[\d)\]}!%])\s*(?P<words>[A-Za-z][A-Za-z /.]*?)" + _POWER + r"\.?", re.DOTALL)
-_TAIL_DEGREE = re.compile(r"(?P<head>.*[\w)\]}])\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degrees?)\s*(?P<scale>[CF]?)", re.DOTALL)
+_TAIL_DEGREE = re.compile(
+    r"(?P<head>.*[\w)\]}])\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degrees?)\s*(?P<scale>[CF]?)", re.DOTALL
+)
 _MINUTES = re.compile(
     r"([+-]?\d+)\s*\^\s*\{?\s*\\circ\s*\}?\s*(\d+)\s*(?:'|\^\s*\{?\s*\\prime\s*\}?)(?:\s*(\d+(?:\.\d+)?)\s*(?:''|\"))?"
 )
@@ -177,7 +182,8 @@ _LEAD = re.compile(
     re.DOTALL,
 )
 _CONGRUENCE = re.compile(
-    r"(.*?)\\equiv(?![a-zA-Z])(.*?)\s*\(?\s*(?:\\[pb]?mod|\\text\s*\{\s*mod\s*\}|mod)\s*\{?([^{}()]+)\}?\s*\)?", re.DOTALL
+    r"(.*?)\\equiv(?![a-zA-Z])(.*?)\s*\(?\s*(?:\\[pb]?mod|\\text\s*\{\s*mod\s*\}|mod)\s*\{?([^{}()]+)\}?\s*\)?",
+    re.DOTALL,
 )
 _COMPOUND = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*,?\s*(?:\\land\s+|and\s+)?(\d+(?:\.\d+)?)\s*([A-Za-z]+)\.?")
 _NAME = re.compile(r"(?P<base>[A-Za-z]+|\\[a-z]+)(?P<index>_(?:\d|\{\d+\}))?(?:\((?P<of>[^()]*)\))?")
@@ -185,13 +191,13 @@ _LAST_STEP = re.compile(r"\\(?:Rightarrow|implies|Longrightarrow|therefore|iff|L
 
 
 def parse(text: str) -> Value:
-    """The value of a cleaned text, or `Unread`."""
+    """The value of a cleaned text, or `UnreadError`."""
     text = _LAST_STEP.split(text)[-1].strip()
     for reader in _READERS:
         value = reader(text)
         if value is not None:
             return value
-    raise Unread(text[:50])
+    raise UnreadError(text[:50])
 
 
 def _word(text: str) -> Value | None:
@@ -203,7 +209,7 @@ def _word(text: str) -> Value | None:
     if said == "all real numbers" or squeeze(text) in (r"\mathbb{R}", r"\R"):
         return Span(EVERYTHING)
     if said in _COUNTED:
-        return Number(sympy.Integer(_COUNTED[said]))
+        return Number(sympy.Integer(_COUNTED.index(said)))
     if said in ("infinity", "positive infinity"):
         return Number(sympy.oo)
     quoted = bare != text
@@ -250,7 +256,7 @@ def _clock(text: str) -> Value | None:
 
 def _environment(text: str) -> Value | None:
     inner = text
-    while (pair := inner[:1] + inner[-1:]) in ("()", "[]") and _ENVIRONMENT.fullmatch(inner[1:-1].strip()):
+    while inner[:1] + inner[-1:] in ("()", "[]") and _ENVIRONMENT.fullmatch(inner[1:-1].strip()):
         inner = inner[1:-1].strip()
     inner = re.sub(r"^\\\{\s*(?=\\begin)|(?<=\})\s*\\?\.$", "", inner)
     found = _ENVIRONMENT.fullmatch(inner)
@@ -281,7 +287,7 @@ def _condition(text: str) -> Value:
         return Word("otherwise")
     try:
         return parse(text)
-    except Unread:
+    except UnreadError:
         return Word(squeeze(text))
 
 
@@ -331,7 +337,7 @@ def _joined(values: list[Value], *, unite: bool) -> Span:
     names = {span.name for span in spans if span.name}
     domains = {span.domain for span in spans}
     if len(names) > 1:
-        raise Unread("regions of several variables")
+        raise UnreadError("regions of several variables")
     region = spans[0].region
     for span in spans[1:]:
         region = region.union(span.region) if unite else region.intersection(span.region)
@@ -388,7 +394,7 @@ def _set_algebra(text: str) -> Value | None:
 
 
 def as_span(value: Value) -> Span:
-    """A value as a part of the real line, or `Unread`: an interval, a finite set, a region."""
+    """A value as a part of the real line, or `UnreadError`: an interval, a finite set, a region."""
     if isinstance(value, Span):
         return value
     if isinstance(value, Items) and all(isinstance(v, Number) and _is_plain(v) for v in value.values):
@@ -397,7 +403,7 @@ def as_span(value: Value) -> Span:
             return Span(Region.of(Piece(numbers[0], numbers[1], value.brackets[0] == "[", value.brackets[1] == "]")))
         if value.brackets == "{}":
             return Span(Region.of(*(Piece(n, n, True, True) for n in numbers)))
-    raise Unread("no part of the real line")
+    raise UnreadError("no part of the real line")
 
 
 def _ascend(low: sympy.Expr, high: sympy.Expr) -> bool:
@@ -419,7 +425,7 @@ def _relation(text: str) -> Value | None:
     if "in" in signs or "!in" in signs:
         return _member(parts, signs)
     if "equiv" in signs:
-        raise Unread("a congruence without its modulus")
+        raise UnreadError("a congruence without its modulus")
     if set(signs) <= {"=", "~"}:
         return _equation(parts, signs)
     return _inequality(parts, signs)
@@ -454,7 +460,7 @@ def _equation(parts: list[str], signs: list[str]) -> Value | None:
         for number in numbers:
             value = _agreed(number, last, rounded="~" in signs)
     elif numbers and not isinstance(last, Number):
-        raise Contradiction("a number is no list")
+        raise ContradictionError("a number is no list")
     left = first.expr if isinstance(first, Number) else None
     right = last.expr if isinstance(last, Number) else None
     if left is not None and left.is_number:
@@ -470,7 +476,7 @@ def _agreed(number: Number, last: Number, *, rounded: bool) -> Number:
         return last
     if rounded and last.places is not None and rounds_to(number.expr, last):
         return replace(number, also=last)
-    raise Contradiction("two numbers")
+    raise ContradictionError("two numbers")
 
 
 def _is_atom(expr: sympy.Expr) -> bool:
@@ -479,7 +485,8 @@ def _is_atom(expr: sympy.Expr) -> bool:
 
 def _is_name(left: sympy.Expr) -> bool:
     r"""May this stand for a value? `x`, `f(3)`, `m+n`, `|AB|` may; `x + 1`, `2x` and `x + y - 3` are arithmetic."""
-    if left.is_Add and any(term.is_number for term in left.args):
+    has_constant = any(term.is_number for total in left.atoms(sympy.Add) for term in total.args)
+    if has_constant or any(not n.is_Integer for n in left.atoms(sympy.Rational)):
         return False
     if len(left.free_symbols) != 1 or left.is_Symbol or isinstance(left, sympy.Function):
         return True
@@ -580,12 +587,12 @@ def _braced(inner: str) -> Value | None:
 
 
 def _based(text: str) -> Value | None:
-    words = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
-             "twelve": 12, "sixteen": 16}  # fmt: skip
     found = _BASED.fullmatch(text) or _BASE_WORDS.fullmatch(unquote(text))
     if found is None or not found[1][0].isdigit():
         return None
-    base = int(found[2]) if found[2].isdigit() else words.get(found[2].lower(), 0)
+    base = (
+        int(found[2]) if found[2].isdigit() else _COUNTED.index(found[2].lower()) if found[2].lower() in _COUNTED else 0
+    )
     if not 2 <= base <= 36 or any(int(c, 36) >= base for c in found[1]):
         return None
     return Based(found[1].upper().lstrip("0") or "0", base)
@@ -594,9 +601,9 @@ def _based(text: str) -> Value | None:
 def _maybe(text: str) -> Value | None:
     try:
         return parse(text) if text else None
-    except Contradiction:
+    except ContradictionError:
         raise
-    except Unread:
+    except UnreadError:
         return None
 
 
@@ -604,7 +611,7 @@ def _number(text: str) -> Value | None:
     r"""An expression with what belongs to it: `\$5`, `5\%`, `26 \text{ cm}^2`, `90^\circ`, `3 million`."""
     if angle := _MINUTES.fullmatch(text.strip()):
         d, m, s = angle[1], angle[2], angle[3] or "0"
-        size = abs(int(d)) + sympy.Rational(m) / 60 + sympy.Rational(s) / 3600
+        size = decimal(d.lstrip("+-")) + decimal(m) / 60 + decimal(s) / 3600
         return Number(-size if d.startswith("-") else size, "degree")
     text = re.sub(rf"\\[dt]?frac\s*\{{\s*{_TEXT}\s*\}}\s*\{{\s*{_TEXT}\s*\}}$", r"\\text{\1/\2}", text.strip())
     text, unit, loose = _without_unit(text)
@@ -613,9 +620,9 @@ def _number(text: str) -> Value | None:
         scale *= _units.SCALES.get(word, 1)
     unit = " ".join(word for word in unit.split() if word not in _units.SCALES)
     text = unquote_digits(text)
-    expr = read(text) * scale
+    expr = read(text) * sympy.Integer(scale)
     if not (expr.is_number or expr.free_symbols or expr.atoms(sympy.Function)) or expr in (sympy.zoo, sympy.nan):
-        raise Unread("no value")
+        raise UnreadError("no value")
     number = Number(expr, unit, loose, word=text.strip() if re.fullmatch(r"[A-Za-z ]+", text.strip()) else "")
     if plain := _PLAIN.fullmatch(text.strip()):
         digits = plain[1].replace(".", "").lstrip("0")
@@ -652,11 +659,11 @@ def _without_unit(text: str) -> tuple[str, str, bool]:
                 break
             unit = found["slash"] + found[3] + found[4]
         elif found := _TAIL_WORDS.fullmatch(text):
-            words = re.findall(r"[A-Za-z]+", found["words"])
-            single = len(words) == 1 and len(words[0]) == 1
-            if single and _units.is_letter(words[0]) and re.search(r"\s" + words[0] + "$", text):
+            said = re.findall(r"[A-Za-z]+", found["words"])
+            single = len(said) == 1 and len(said[0]) == 1
+            if single and _units.is_letter(said[0]) and re.search(r"\s" + said[0] + "$", text):
                 loose = True
-            elif not all(_bare_unit(word) for word in words) or single:
+            elif not all(_bare_unit(word) for word in said) or single:
                 break
             unit = found["words"] + found[found.re.groups]
         else:
@@ -667,16 +674,21 @@ def _without_unit(text: str) -> tuple[str, str, bool]:
 
 def _bare_unit(word: str) -> bool:
     low = word.lower()
-    return _units.is_known(word) or low in _units.SCALES or (len(word) > 3 and low not in _MEANINGFUL) or low in ("per", "of")
+    return (
+        _units.is_known(word)
+        or low in _units.SCALES
+        or (len(word) > 3 and low not in _MEANINGFUL)
+        or low in ("per", "of")
+    )
 
 
 def _is_unit_text(text: str) -> bool:
-    words = re.findall(r"[a-z']+", text.lower())
-    if re.search(r"[^A-Za-z\s/.()^'~-]", text) or not words or words[0] in ("squared", "cubed"):
+    said = re.findall(r"[a-z']+", text.lower())
+    if re.search(r"[^A-Za-z\s/.()^'~-]", text) or not said or said[0] in ("squared", "cubed"):
         return False
-    if len(words) == 1 and len(words[0]) == 1 and not _units.is_letter(words[0].upper()) and not _units.is_letter(words[0]):
+    if len(said) == 1 and len(said[0]) == 1 and not _units.is_letter(said[0].upper()) and not _units.is_letter(said[0]):
         return False
-    return not _MEANINGFUL.intersection(words)
+    return not _MEANINGFUL.intersection(said)
 
 
 def is_zero(difference: sympy.Expr) -> bool:

@@ -1,8 +1,8 @@
 r"""Mathematics in a box: the last `\boxed{}` after the thinking part, equal to the gold answer as mathematics.
 
 Extraction and textual equality happen here, in the caller's process, in linear time. What is left is read and
-compared as typed values in processes that can be killed. Truncated, malformed, unparseable and endless answers are failures,
-each with its reason.
+compared as typed values in processes that can be killed. Truncated, malformed, unparseable and endless answers are
+failures, each with its reason.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib.metadata import version
 from typing import Literal
 
@@ -18,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from past_opsd.types import Closing, Problem, Response, Verdict
 from past_opsd.verifiers import Reason, Verifier
 from past_opsd.verifiers._extract import find_answer, find_boxes
-from past_opsd.verifiers._normalise import clean, drop_invisible, is_quoted, label, nesting, rational, squeeze
+from past_opsd.verifiers._normalise import clean, drop_invisible, is_quoted, label, nesting, rational, squeeze, voted
 from past_opsd.verifiers._prose import stated
 from past_opsd.verifiers.pool import Lost, WorkerPool
 
@@ -35,7 +36,8 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     decimals: Literal["exact", "rounded"] = Field(
-        default="exact", description="May a decimal stand for a value without a finite one, rounded to the digits given?"
+        default="exact",
+        description="May a decimal stand for a value without a finite one, rounded to the digits given?",
     )
     percent: Literal["strict", "optional", "value"] = Field(
         default="strict",
@@ -104,7 +106,7 @@ class BoxedMath(Closing):
             return found.failure, ""
         pair = (_gold_content(gold), _join(found.parts))
         fits = len(pair[1]) <= self.options.max_length
-        said = squeeze(clean(pair[1])) if fits else drop_invisible(pair[1][:_SHOWN]) + "…"
+        said = voted(clean(pair[1])) if fits else drop_invisible(pair[1][:_SHOWN]) + "…"
         known = self._memory.get(pair)
         if known is None and (known := self._by_text(*pair)) is None:
             return pair, said
@@ -124,7 +126,7 @@ class BoxedMath(Closing):
         if squeeze(target) == squeeze(said):
             return Reason.CORRECT
         values = rational(target), rational(said)
-        if None not in values:
+        if None not in values and (values[0] == values[1] or "." not in target + said):
             return Reason.CORRECT if values[0] == values[1] else Reason.WRONG
         words = label(target), label(said)
         if None not in words and words[0] == words[1]:
@@ -140,6 +142,7 @@ class BoxedMath(Closing):
             self._memory.popitem(last=False)
 
 
+@lru_cache(maxsize=10_000)
 def _gold_content(gold: str) -> str:
     """A gold answer may itself come boxed, announced or at the end of a text; that is then what counts."""
     found = find_boxes(gold)

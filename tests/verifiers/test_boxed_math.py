@@ -108,7 +108,8 @@ def test_the_default_limit_holds_with_the_kill_and_a_fresh_process() -> None:
 
 def test_identity_names_what_can_change_a_verdict() -> None:
     one, other = BoxedMath(Options()), BoxedMath(Options(timeout=1.0))
-    assert version("math-verify") in one.identity
+    assert one.identity != BoxedMath(Options(decimals="rounded")).identity
+    assert version("sympy") in one.identity
     assert one.identity != other.identity
     assert one.identity == BoxedMath(Options(workers=5)).identity
 

@@ -57,8 +57,12 @@ def test_agreement_by_source_without_suspect_policy_and_skipped_rows(tmp_path: P
     out = tmp_path / "out.jsonl"
     summary = grade_file(write(tmp_path / "in.jsonl", rows), out, verifier, protocol_field="p")
     assert (summary.overall.same, summary.overall.total, summary.overall.wrongly_accepted) == (2, 4, 1)
-    assert {name: (a.same, a.total) for name, a in summary.by_source.items()} == {"a/b": (2, 3), "c/d": (0, 1)}
-    assert (summary.suspect.total, summary.policy.total, summary.reasons["skipped"]) == (1, 1, 1)
+    assert summary.overall.wrongly_rejected == 1
+    assert {name: (p.ours.same, p.ours.total) for name, p in summary.by_source.items()} == {
+        "a/b": (2, 3),
+        "c/d": (0, 1),
+    }
+    assert (summary.suspect.ours.total, summary.policy.ours.total, summary.reasons["skipped"]) == (1, 1, 1)
     assert [row.get("stated") for row in read(out)][2:5] == [True, False, True]
     text = render(summary)
     assert all(len(line) <= 80 for line in text.splitlines())
@@ -102,11 +106,35 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert read(out)[0]["correct"] is True
     for arguments, message in (
         ([str(tmp_path / "none.jsonl")], "cannot be read"),
-        ([str(path), "--set", "timeouts=3"], "timeouts.*knows timeout"),
+        ([str(path), "--set", "timeouts=3"], "timeouts.*knows .*timeout,"),
         ([str(path), "--set", "timeout"], "KEY=VALUE"),
         ([str(path), "--verifier", "exactly"], "known are"),
         ([str(path), "--out", str(path / "out")], "cannot be written"),
         ([str(path), "--protocol-field", "p"], "in.jsonl:1: `p` is not one of"),
+        ([str(write(tmp_path / "empty.jsonl", []))], "there are no rows in it"),
+        ([str(write(tmp_path / "bad.jsonl", ["oops\n"])), "--skip-bad"], "all 1 rows are bad"),
+        ([str(path), "--out", str(path)], "the file to be graded"),
+        ([str(path), "--out", str(tmp_path / "." / "in.jsonl")], "the file to be graded"),
     ):
         with pytest.raises(PastError, match=message):
             run(parser.parse_args(arguments))
+    assert read(path) == [{"gold": "4", "prediction": r"\boxed{4.0}"}]
+
+
+def test_the_command_sets_math_verify_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"family": "percent", "gold": "5", "prediction": r"\boxed{5\%}", "expected": False},
+        {"family": "percent", "gold": "5", "prediction": r"\boxed{5}", "expected": True},
+        {"family": "times", "gold": "20:34", "prediction": r"\boxed{20:34:00}", "expected": True},
+    ]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    out = tmp_path / "out.jsonl"
+    assert run(parser.parse_args([str(write(tmp_path / "in.jsonl", rows)), "--out", str(out)])) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    table = {line[:25].strip(): line[25:].split() for line in lines}
+    assert table["all"] == ["3", "100.0%", "0", "0", "33.3%", "1", "1"]
+    assert table["percent"] == ["2", "100.0%", "0", "0", "50.0%", "1", "0"]
+    assert table["times"] == ["1", "100.0%", "0", "0", "0.0%", "0", "1"]
+    assert [row["reason"] for row in read(out)] == ["wrong", "correct", "correct"]

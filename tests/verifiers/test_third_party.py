@@ -43,9 +43,12 @@ def test_box_extraction() -> None:
 def test_stated_pairs(verifier: BoxedMath) -> None:
     summary = grade_file(data("public.jsonl"), None, verifier, protocol_field="boxed_protocol")
     assert summary.overall.total > 290
-    assert summary.overall.rate >= 0.97
     assert summary.overall.wrongly_accepted == 0
-    assert min(part.rate for name, part in summary.by_source.items() if "Math-Verify" not in name) == 1.0
+    # Stated right, and rejected: two chains that contradict themselves, a repeated solution, and a decimal for a root.
+    assert summary.overall.wrongly_rejected <= 4
+    assert summary.by_source["MARIO-Math-Reasoning/MARIO_EVAL"].ours.wrongly_rejected <= 1
+    others = [p.ours for name, p in summary.by_source.items() if "Math-Verify" not in name and "MARIO" not in name]
+    assert min(part.rate for part in others) == 1.0
 
 
 @pytest.mark.parametrize("name", ["real_outputs_public.jsonl", "gsm8k_model_solutions_1500.jsonl"])
