@@ -149,7 +149,8 @@ def evaluated(console: Console, evaluation: Evaluation, pass_k: Sequence[int]) -
     if unit is not None:
         over = "draws" if unit == "sample" else "problems"
         found = interval(bootstrap(outcomes, unit=unit))
-        console.print(f"macro Avg@{evaluation.samples} {found} (95 %, over {over}; {EDGE})", highlight=False)
+        text = f"macro Avg@{evaluation.samples} {found} (95 %, over {over}; {EDGE})"
+        console.print(text, highlight=False, soft_wrap=True)
     for name, result in evaluation.tasks.items():
         reasons = ", ".join(f"{reason} {n}" for reason, n in result.reasons.items())
         console.print(f"{name}: {reasons}", highlight=False, soft_wrap=True)
