@@ -148,7 +148,7 @@ def load(source: str, reading: Reading) -> Loaded:
             if problem.id in ids:
                 raise _BadRowError(f"repeats the id '{problem.id}'; ids decide the random draws, so make them differ")
         except _BadRowError as error:
-            bad.append(f"{row.where}: {error}")
+            bad.append(_shown(f"{row.where}: {error}"))
             continue
         ids.add(problem.id)
         problems.append(problem)
@@ -157,10 +157,15 @@ def load(source: str, reading: Reading) -> Loaded:
     if not problems and not bad:
         raise PastError(f"{source}: holds no problem")
     notes = [
-        f"{source}: the column '{name}' is read as the {role}; if that is wrong, set task.columns.{role}"
+        _shown(f"{source}: the column '{name}' is read as the {role}; if that is wrong, set task.columns.{role}")
         for role, name in guessed.items()
     ]
     return Loaded(source, tuple(problems), tuple(bad), tuple(columns), used, tuple(notes))
+
+
+def _shown(text: str) -> str:
+    """A message that can be written, whatever a column is called."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _problem(row: Row, reading: Reading) -> tuple[Problem, dict[str, str]]:
