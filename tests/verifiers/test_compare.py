@@ -80,7 +80,6 @@ def test_reasons() -> None:
     assert judge(r"\frac{", "42") == "bad_gold"
     assert judge("42", "43+1") == "wrong"
     assert judge("42", "41=42") == "wrong"
-    assert judge("42", "(" * 300 + "42" + ")" * 300) == "unparseable"
 
 
 WRITTEN: list[Callable[[Fraction], str]] = [
