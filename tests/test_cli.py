@@ -146,6 +146,7 @@ def test_eval_takes_a_model_and_benchmarks_instead_of_a_recipe(capsys, tmp_path:
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PAST_LIFE", "off")
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.jsonl").write_text("\n")
