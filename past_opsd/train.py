@@ -342,7 +342,7 @@ def _protected(recipe: Recipe, folder: Path) -> set[int]:
     return evaluation_steps(recipe) | {s for s in checkpoint.steps(folder) if _evaluation(folder, s).exists()}
 
 
-def _restore(parts: Session, folder: Path, display: Display, step: int | None) -> int:
+def _restore(parts: Session, folder: Path, display: Display, step: int | None = None) -> int:
     path, notes = parts.world.share(lambda: _chosen(folder, step))
     for note in notes:
         display.note(note)

@@ -41,7 +41,12 @@ class Launcher:
         self._folder = folder
         self._count = 0
         path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PAST_LIFE": "off",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": path,
+        }
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
         )

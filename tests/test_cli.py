@@ -237,7 +237,7 @@ def test_a_message_does_not_steer_the_terminal(capsys, tmp_path: Path):
 
 
 def test_a_reader_that_goes_away_is_no_accident():
-    words = [sys.executable, "-m", "past_opsd.cli", "show", "embedded/past"]
+    words = [sys.executable, "-m", "past_opsd", "show", "embedded/past"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

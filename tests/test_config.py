@@ -121,7 +121,8 @@ def test_choosing_another_method_drops_the_inherited_ones_options(tmp_path: Path
 def test_a_method_of_ones_own_by_dotted_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write(
         tmp_path,
-        "from past_opsd.config import Section\nclass Options(Section):\n    strength: float = 1.0\n",
+        "from past_opsd.config import Section\nclass Options(Section):\n    strength: float = 1.0\n"
+        "def build(options, prompts, rollout): ...\n",
         "my_method.py",
     )
     (tmp_path / "mine").mkdir()

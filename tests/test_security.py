@@ -539,10 +539,10 @@ def test_nothing_is_fetched_for_a_strangers_recipe(finished: Path, tmp_path: Pat
 def test_no_other_file_enters_a_strangers_recipe(finished: Path, tmp_path: Path):
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     secret = tmp_path / "secret.toml"
-    secret.write_text('description = "mine alone"\n')
+    secret.write_text('name = "mine alone"\n')
     text = (run / "recipe.toml").read_text()
-    (run / "recipe.toml").write_text(f'extends = "{secret}"\n' + text.replace("description =", "# description ="))
-    assert config.load(run / "recipe.toml").description == "mine alone"
+    (run / "recipe.toml").write_text(f'extends = "{secret}"\n' + text.replace("\nname =", "\n# name =", 1))
+    assert config.load(run / "recipe.toml").name == "mine alone"
     for look in (lambda: find([run]), lambda: boundary.recipe_of(run)):
         with pytest.raises(PastError, match="does not follow 'extends'"):
             look()

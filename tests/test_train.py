@@ -143,6 +143,12 @@ def test_a_run_can_be_extended_to_what_a_longer_one_would_be(
     assert any("going on to 5 cycles instead of 3" in note for note in quiet.notes)
     whole, extended = fingerprint(tmp_path / "whole", 5), fingerprint(folder, 5)
     assert extended.pop("evaluations/step-00003.json")  # the end of the shorter run stays recorded
+    for found in (whole, extended):  # and the checkpoint says which boundaries were evaluated
+        name = next(name for name in found if name.endswith("state.json"))
+        state = json.loads(found.pop(name))
+        assert state["records"].pop("evaluated") == ([0, 3, 5] if found is extended else [0, 5])
+        found[name] = json.dumps(state).encode()
+        del found[name.replace("state.json", "MANIFEST.json")]
     assert extended == whole
     assert 3 in checkpoint.steps(folder)
     assert "cycles = 5" in (folder / "recipe.toml").read_text()

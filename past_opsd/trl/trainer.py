@@ -155,6 +155,7 @@ class PASTTrainer:
                     world=self.world,
                     step=step,
                     opened=self._opened,
+                    again="train(resume_from_checkpoint=True)",
                 )
             self._stop()  # the last checkpoint
             self._recall(outcome.completed)
