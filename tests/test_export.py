@@ -5,8 +5,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from past_opsd import checkpoint, config
 from past_opsd.cli import main
+from past_opsd.config import ModelSection
 from past_opsd.export import MARK, card, export, push
+from past_opsd.model import Model
 from past_opsd.train import session, train
 from past_opsd.types import PastError, View
 
@@ -114,26 +114,13 @@ def test_the_card_says_what_it_is_and_how_it_scored(run: Path):
     assert "[run]" in text
 
 
-WRITE = """
-from pathlib import Path
-from past_opsd.config import ModelSection
-from past_opsd.model import Model
-
-Model(ModelSection(path="embedded"), seed=3).save_adapter("teacher", Path())
-"""
-
-
-def test_an_adapter_is_written_the_same_under_every_hash_seed(tmp_path: Path):
-    """PEFT holds the names of its targets in a set."""
-    made = []
-    for seed in ("1", "2"):
-        folder = tmp_path / seed
-        folder.mkdir()
-        environment = os.environ | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, "-c", WRITE], cwd=folder, env=environment, check=True)
-        made.append({p.name: p.read_bytes() for p in folder.iterdir()})
-    assert set(made[0]) == {"adapter_config.json", "adapter_model.safetensors"}
-    assert made[0] == made[1]
+def test_an_adapter_is_written_in_order(tmp_path: Path):
+    """PEFT holds the names of its targets in a set, whose order changes with the process's hash seed."""
+    Model(ModelSection(path="embedded"), seed=3).save_adapter("teacher", tmp_path)
+    text = (tmp_path / "adapter_config.json").read_text()
+    plain = json.loads(text)
+    assert len(plain["target_modules"]) > 5
+    assert plain["target_modules"] == sorted(plain["target_modules"])
 
 
 def test_an_export_is_in_order_where_its_checkpoint_is_not(run: Path, tmp_path: Path):

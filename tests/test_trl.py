@@ -294,7 +294,8 @@ def test_a_callback_may_save_and_look_at_the_model(tmp_path: Path):
 def test_an_existing_run_is_neither_continued_nor_changed_by_mistake(trained: PASTTrainer):
     with pytest.raises(PastError) as error:
         trained.train()
-    assert "choose another folder (output_dir), or continue it with: train(resume_from_checkpoint=True)" in str(error.value)
+    again = "choose another folder (output_dir), or continue it with: train(resume_from_checkpoint=True)"
+    assert again in str(error.value)
     data = (trained.folder / "data" / "train.jsonl").read_bytes()
     with pytest.raises(PastError, match="holds a run with other data"):
         PASTTrainer("embedded", None, settings(trained.folder), rows().select(range(9)))
