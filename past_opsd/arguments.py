@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from argparse import REMAINDER, SUPPRESS, ArgumentParser
+from argparse import REMAINDER, SUPPRESS, ArgumentParser, ArgumentTypeError
 from pathlib import Path
 
 TRAJECTORIES = 12
 REPEATS = 8
+
+
+def place(text: str) -> Path:
+    """A file or folder by its name; none at all, as of a variable that is not set, would be the current folder."""
+    if not text.strip():
+        raise ArgumentTypeError("the name is empty")
+    return Path(text)
 
 
 def recipe(parser: ArgumentParser, *, optional: bool = False) -> None:
@@ -34,7 +41,7 @@ def inspect(parser: ArgumentParser) -> None:
 def train(parser: ArgumentParser) -> None:
     """`past train`."""
     recipe(parser, optional=True)
-    parser.add_argument("--out", type=Path, help="run folder (default runs/RECIPE-SEED)")
+    parser.add_argument("--out", type=place, help="run folder (default runs/RECIPE-SEED)")
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -47,13 +54,13 @@ def train(parser: ArgumentParser) -> None:
 def evaluate(parser: ArgumentParser) -> None:
     """`past eval`."""
     recipe(parser, optional=True)
-    parser.add_argument("--adapter", type=Path, help="checkpoint or PEFT folder (default: the bare base model)")
+    parser.add_argument("--adapter", type=place, help="checkpoint or PEFT folder (default: the bare base model)")
     parser.add_argument("--model", help="instead of a recipe: a folder or hub id, with --benchmark")
     parser.add_argument(
         "--benchmark", metavar="NAMES", help="aime24,aime25,hmmt25,math500,gsm8k; NAME=FILE reads a file of yours"
     )
     parser.add_argument("--preset", default="paper", help="with --benchmark: 'paper' (default) or 'card' sampling")
-    parser.add_argument("--out", type=Path, help="write the outcomes as JSON")
+    parser.add_argument("--out", type=place, help="write the outcomes as JSON")
 
 
 def compare(parser: ArgumentParser) -> None:
@@ -62,14 +69,14 @@ def compare(parser: ArgumentParser) -> None:
     parser.add_argument("--family", default="embedded", help="recipe folder of the suite (default embedded)")
     parser.add_argument("--seeds", default="17,29,43", help="training seeds, comma-separated (default 17,29,43)")
     parser.add_argument("--reference", help="row to take differences to (default: the suite's own)")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default runs/compare)")
+    parser.add_argument("--out", type=place, default=Path("runs/compare"), help="folder (default runs/compare)")
     parser.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one per core)")
     _overrides(parser)
 
 
 def demo(parser: ArgumentParser) -> None:
     """`past demo`."""
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder, made anew (default runs/demo)")
+    parser.add_argument("--out", type=place, default=Path("runs/demo"), help="folder, made anew (default runs/demo)")
     parser.add_argument("--seeds", default="17,29,43", help="training seeds, comma-separated (default 17,29,43)")
     _overrides(parser)
 
@@ -82,8 +89,8 @@ def completion(parser: ArgumentParser) -> None:
 
 def report(parser: ArgumentParser) -> None:
     """`past report`."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, or a folder that holds runs")
-    parser.add_argument("--out", type=Path, help="HTML file (default: report/index.html in the one folder given)")
+    parser.add_argument("runs", nargs="+", type=place, metavar="RUN", help="run folder, or a folder that holds runs")
+    parser.add_argument("--out", type=place, help="HTML file (default: report/index.html in the one folder given)")
     parser.add_argument(
         "--trajectories",
         type=int,
@@ -98,7 +105,7 @@ def report(parser: ArgumentParser) -> None:
 def watch(parser: ArgumentParser) -> None:
     """`past watch`."""
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run folder, or a folder that holds runs; may not exist yet"
+        "runs", nargs="+", type=place, metavar="RUN", help="run folder, or a folder that holds runs; may not exist yet"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (default 0: any free one)")
@@ -107,7 +114,7 @@ def watch(parser: ArgumentParser) -> None:
 
 def probe(parser: ArgumentParser) -> None:
     """`past probe`."""
-    parser.add_argument("folder", type=Path, metavar="RUN", help="run folder of 'past train'")
+    parser.add_argument("folder", type=place, metavar="RUN", help="run folder of 'past train'")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="which checkpoint (default: the newest whole one)")
     which.add_argument("--every-checkpoint", action="store_true", help="all kept checkpoints, one line each")
@@ -120,7 +127,7 @@ def probe(parser: ArgumentParser) -> None:
 
 def shift(parser: ArgumentParser) -> None:
     """`past shift`."""
-    parser.add_argument("folder", type=Path, metavar="RUN", help="run folder of 'past train'")
+    parser.add_argument("folder", type=place, metavar="RUN", help="run folder of 'past train'")
     parser.add_argument("--step", type=int, help="which checkpoint (default: the newest whole one)")
     parser.add_argument("--prefixes", type=int, default=24, help="student prefixes (default %(default)s)")
     parser.add_argument("--completions", type=int, default=16, help="completions a prefix (default %(default)s)")
@@ -137,9 +144,9 @@ def theory(parser: ArgumentParser) -> None:
 
 def export(parser: ArgumentParser) -> None:
     """`past export`."""
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run's folder")
+    parser.add_argument("folder", metavar="RUN", type=place, help="a run's folder")
     parser.add_argument("--step", type=int, help="which checkpoint (default: the newest whole one)")
-    parser.add_argument("--out", type=Path, help="folder to write (default RUN/export or RUN/export-merged)")
+    parser.add_argument("--out", type=place, help="folder to write (default RUN/export or RUN/export-merged)")
     parser.add_argument("--merge", action="store_true", help="write the whole model with the adapter merged in")
     trust(parser)
     parser.add_argument("--push", metavar="REPO", help="also upload to this Hugging Face hub repository")

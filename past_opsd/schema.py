@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from past_opsd import config
+from past_opsd.arguments import place
 from past_opsd.files import write_text
 
 TITLE = "Recipe of past-opsd"
@@ -64,7 +65,7 @@ def is_ours(file: Path) -> bool:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where to write it."""
-    parser.add_argument("--out", type=Path, help="write it to a file (default: print it)")
+    parser.add_argument("--out", type=place, help="write it to a file (default: print it)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -201,6 +201,15 @@ def test_what_cannot_be_done_is_one_message(capsys, file: Path, words: str, said
     assert sorted(file.parent.iterdir()) == before
 
 
+@pytest.mark.parametrize("words", ["train embedded/past --out", "demo --out", "report", "export", "models pull x --to"])
+def test_a_name_that_is_empty_is_not_the_current_folder(capsys, file: Path, words: str):
+    before = sorted(file.parent.iterdir())
+    with pytest.raises(SystemExit, match="2"):
+        main([*words.split(), ""])
+    assert "the name is empty" in capsys.readouterr().err
+    assert sorted(file.parent.iterdir()) == before
+
+
 def test_a_place_that_is_not_ours_to_write_is_told(capsys, file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)  # a superuser may write anywhere
     code, _, err = run(capsys, "demo", "--out", "folder/x")
