@@ -275,6 +275,7 @@ def _evaluate(args: argparse.Namespace, recipe: config.Recipe, world: World) -> 
     from rich.console import Console
 
     from past_opsd import checkpoint, ui
+    from past_opsd.evaluate import Evaluation
     from past_opsd.reading import room
     from past_opsd.train import session
 
@@ -283,7 +284,7 @@ def _evaluate(args: argparse.Namespace, recipe: config.Recipe, world: World) -> 
             checkpoint.load_adapter(parts.model, "student", args.adapter)
             parts.loop.publish()
         if args.out is not None:
-            room(args.out)
+            room(args.out, ours=Evaluation.is_one)
         evaluation = parts.evaluate(0)
     if world.first:
         if args.out is not None:
@@ -313,9 +314,11 @@ def _compare(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from past_opsd import suite, tables
+    from past_opsd.reading import room
 
     console = Console()
     chosen = suite.find(args.suite, args.family, args.reference)
+    room(args.out, folder=True)
     jobs = args.jobs or os.cpu_count() or 1
     again = f"what is done is kept; continue with: {shlex.join([*life.program(), *args.words])}"
     try:

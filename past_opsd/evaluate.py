@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from past_opsd import stats
 from past_opsd.config import EvaluationSection
@@ -77,9 +77,18 @@ class Evaluation:
             found = _SCHEMA.validate_json(read_bytes(path), strict=True)
             found.check()
         except ValueError as error:
-            reason = str(error).replace("\n", " ")
+            first = error.errors()[0] if isinstance(error, ValidationError) else None
+            reason = str(error) if first is None else f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise PastError(f"{path}: not an evaluation written by this package ({reason:.200})") from None
         return found
+
+    @staticmethod
+    def is_one(path: Path) -> bool:
+        """Whether a file holds an evaluation."""
+        try:
+            return bool(Evaluation.load(path))
+        except PastError:
+            return False
 
     def check(self) -> None:
         """Every set has problems, and `samples` outcomes and answers for each."""

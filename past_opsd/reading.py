@@ -10,6 +10,7 @@ import json
 import os
 import stat
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,11 @@ def plain(path: Path, most: int | None = None) -> None:
         raise ReadError(f"{path}: cannot be read ({_reason(error)})") from None
 
 
-def room(path: Path, folder: bool = False) -> None:
-    """Refuse a place where no file (or folder) can come to be, before any work is done for it."""
+def room(path: Path, folder: bool = False, ours: Callable[[Path], bool] = lambda path: True) -> None:
+    """Refuse a place where no file (or folder) can come to be, before any work is done for it.
+
+    A file that is there is replaced only if it is empty or `ours`: what the command would write.
+    """
     above = next((p for p in path.parents if os.path.lexists(p)), Path())
     if not above.is_dir():
         raise PastError(f"{path} cannot be written: {above} is no folder; choose another place")
@@ -50,6 +54,17 @@ def room(path: Path, folder: bool = False) -> None:
         raise PastError(f"{path} is {kind}; give the name of a {wanted}")
     if not os.access(path if os.path.lexists(path) else above, os.W_OK):
         raise PastError(f"{path} cannot be written: it is not yours to write; choose another place")
+    if not folder and os.path.lexists(path):
+        _replaceable(path, ours)
+
+
+def _replaceable(path: Path, ours: Callable[[Path], bool]) -> None:
+    """A file takes the place of another by its name: /dev/null itself would be gone."""
+    stream = path.is_symlink() and os.readlink(path).startswith("/proc/")  # /dev/stdout
+    if stream or (path.exists() and not path.is_file()):
+        raise PastError(f"{path} is not a plain file, so nothing is put in its place; choose another")
+    if path.exists() and path.stat().st_size and not ours(path):
+        raise PastError(f"{path} exists and is not what this command writes; remove it, or choose another place")
 
 
 def read_bytes(path: Path, most: int = MOST) -> bytes:

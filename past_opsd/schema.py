@@ -13,6 +13,7 @@ from typing import Any
 from past_opsd import config
 from past_opsd.arguments import place
 from past_opsd.files import write_text
+from past_opsd.reading import room
 
 TITLE = "Recipe of past-opsd"
 DIALECT = "http://json-schema.org/draft-07/schema#"
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is None:
         print(text(), end="")
     else:
+        room(args.out, ours=is_ours)
         write_text(args.out, text())
         print(f"{args.out}: begin a recipe beside it with  #:schema ./{args.out.name}")
     return 0

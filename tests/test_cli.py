@@ -171,6 +171,12 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("report folder --out file/x", "file is no folder"),
         ("report folder --out folder", "is a folder"),
         ("report file", "no such folder"),
+        ("report folder --out rows.jsonl", "not what this command writes"),
+        ("report folder --out pipe.jsonl", "not a plain file"),
+        ("report folder --out /dev/null", "not a plain file"),
+        ("report folder --out /dev/stdout", "not a plain file"),
+        ("schema --out rows.jsonl", "not what this command writes"),
+        ("compare --out file", "is a file"),
         ("report folder", "holds no run"),
         ("export folder --out file/x", "not a run folder"),
         ("probe file", "not a run folder"),
@@ -199,6 +205,16 @@ def test_what_cannot_be_done_is_one_message(capsys, file: Path, words: str, said
     assert err.startswith("past: ")
     assert said in err
     assert sorted(file.parent.iterdir()) == before
+
+
+def test_an_evaluation_replaces_nothing_but_one(capsys, tmp_path: Path):
+    out = tmp_path / "mine"
+    words = ["eval", "embedded/past", *SETS, "--out", out]
+    out.write_text("notes")
+    code, _, err = run(capsys, *words)
+    assert (code, "not what this command writes" in err, out.read_text()) == (2, True, "notes")
+    out.write_text("")
+    assert [run(capsys, *words)[0], run(capsys, *words)[0]] == [0, 0]
 
 
 @pytest.mark.parametrize("words", ["train embedded/past --out", "demo --out", "report", "export", "models pull x --to"])

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if out.is_dir():
         raise PastError(f"--out {out} is a folder; give the name of a file, e.g. {out / 'index.html'}")
     if args.out is not None:
-        room(out)
+        room(out, ours=page.is_page)
     began = time.monotonic()
     for folder in args.runs:
         enclosed(folder)

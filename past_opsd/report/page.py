@@ -21,6 +21,7 @@ from past_opsd.report.style import LEAST_SPAN, widened
 from past_opsd.stats import EDGE, Interval
 
 ASSETS = Path(__file__).parent / "assets"
+DOCTYPE = "<!doctype html>"
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'"
@@ -77,6 +78,12 @@ class Section:
     body: str
 
 
+def is_page(file: Path) -> bool:
+    """Whether a file is a page, which a new one may replace."""
+    with file.open("rb") as opened:
+        return opened.read(len(DOCTYPE)).decode(errors="replace").lower() == DOCTYPE
+
+
 def page(content: Content) -> str:
     """The whole document."""
     sections = _sections(content)
@@ -89,7 +96,7 @@ def page(content: Content) -> str:
     style, charts, script = (_asset(name) for name in ("report.css", "charts.js", "report.js"))
     browser = content.browser | {"meanings": _meanings(content.browser)}
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'{DOCTYPE}<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
