@@ -178,6 +178,9 @@ def restore_method(path: Path, state: Mapping[str, Any], method: Stateful) -> No
 def load_adapter(model: Model, adapter: Adapter, path: Path) -> None:
     """Copy a saved PEFT adapter into the model's adapter of that name."""
     file = path / "adapter_model.safetensors"
+    kept = steps(path)
+    if kept and not file.exists():
+        raise PastError(f"{path} is a run; name one of its checkpoints, e.g. {folder(path, kept[-1])}")
     saved = _tensors(file)
     _finite(saved, str(file))
     with torch.no_grad():

@@ -78,7 +78,7 @@ class Evaluation:
             found.check()
         except ValueError as error:
             first = error.errors()[0] if isinstance(error, ValidationError) else None
-            reason = str(error) if first is None else f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            reason = str(error) if first is None else ": ".join([*map(str, first["loc"]), first["msg"]])
             raise PastError(f"{path}: not an evaluation written by this package ({reason:.200})") from None
         return found
 

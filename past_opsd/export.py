@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,10 +38,15 @@ add_arguments = arguments.export
 
 def run(args: argparse.Namespace) -> int:
     """Write the export and print what it is."""
+    if args.push == "" or (args.private and args.push is None):
+        raise PastError("name the repository: --push OWNER/NAME; --private goes with it")
     out = args.out or args.folder / ("export-merged" if args.merge else "export")
-    export(args.folder, out, step=args.step, merge=args.merge, trust=args.trust)
+    step, notes = boundary.choose(args.folder, args.step)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    export(args.folder, out, step=step, merge=args.merge, trust=args.trust)
     print(f"{'model' if args.merge else 'adapter'}: {out}")
-    if args.push:
+    if args.push is not None:
         print(f"pushed: {push(out, args.push, args.private)}")
     return 0
 

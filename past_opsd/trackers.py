@@ -19,7 +19,8 @@ from typing import Any, Protocol
 from past_opsd import config
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
-from past_opsd.files import write_text
+from past_opsd.files import enclosed, write_text
+from past_opsd.reading import SMALL, read_json
 from past_opsd.record import read_lines
 from past_opsd.train import Display, lasting
 from past_opsd.types import PastError, derive_seed
@@ -295,6 +296,7 @@ def open_trackers(names: Sequence[str], folder: Path, recipe: Recipe) -> list[Tr
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise PastError(f"--track {name} needs a package that is missing: pip install 'past-opsd[{name}]'")
+    enclosed(folder)
     _read_state(folder)
     return [Tracker(name, BACKENDS[name](), folder, recipe) for name in names]
 
@@ -321,9 +323,9 @@ class _State:
 
 def _read_state(folder: Path) -> _State | None:
     path = folder / STATE
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     try:
-        return _State(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return _State(**read_json(path, SMALL))
+    except (PastError, TypeError) as error:
         raise PastError(f"{path}: not written by this package ({error}); remove it to track anew") from None

@@ -357,8 +357,8 @@ add_arguments = arguments.watch
 
 def run(args: argparse.Namespace) -> int:
     """`past watch`: serve until Ctrl-C."""
-    if not args.every >= 0.1:
-        raise PastError(f"--every {args.every}: give 0.1 seconds or more")
+    if not 0.1 <= args.every <= 3600:  # a browser takes what is endless for no wait at all
+        raise PastError(f"--every {args.every}: give 0.1 seconds or more, up to an hour (3600)")
     with serve(args.runs, args.host, args.port, args.every) as server:
         print(f"{server.url} (Ctrl-C ends)", flush=True)
         try:

@@ -92,6 +92,9 @@ def test_eval_of_a_missing_adapter_is_told(capsys, tmp_path: Path):
     code, _, err = run(capsys, "eval", "embedded/opsd", "--adapter", tmp_path, *SETS)
     assert code == 2
     assert "cannot be read as safetensors" in err
+    (tmp_path / "checkpoints/checkpoint-00002").mkdir(parents=True)
+    _, _, err = run(capsys, "eval", "embedded/opsd", "--adapter", tmp_path, *SETS)
+    assert f"name one of its checkpoints, e.g. {tmp_path}/checkpoints/checkpoint-00002" in err
 
 
 def test_demo_prints_the_table_and_repeats_digit_for_digit(capsys, tmp_path: Path):

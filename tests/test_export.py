@@ -50,6 +50,20 @@ def logits(model) -> torch.Tensor:
         return model(input_ids=torch.tensor([IDS[:-1]])).logits[0]
 
 
+def test_a_damaged_checkpoint_passed_over_is_told(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    copy = shutil.copytree(run, tmp_path / "run")
+    (checkpoint.folder(copy, 3) / "adapter_model.safetensors").write_bytes(b"")
+    assert main(["export", str(copy)]) == 0
+    assert "checkpoint-00003 is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--push", ""], ["--private"]])
+def test_a_push_to_nowhere_is_told(run: Path, tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(["export", str(run), "--out", str(tmp_path / "out"), *words]) == 2
+    assert "name the repository" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_plain_peft_loads_the_adapter_from_what_its_config_names(run: Path, expected: torch.Tensor):
     out = export(run, run / "export")
     named = json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"]

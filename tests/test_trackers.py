@@ -421,6 +421,16 @@ def test_damaged_state_is_told(tmp_path: Path, small_recipe):
         open_trackers([], tmp_path, small_recipe())
 
 
+def test_a_state_that_is_no_file_of_the_run_is_not_read(tmp_path: Path, small_recipe):
+    os.mkfifo(tmp_path / STATE)
+    with pytest.raises(PastError, match="a pipe"):
+        open_trackers([], tmp_path, small_recipe())
+    (tmp_path / STATE).unlink()
+    (tmp_path / STATE).symlink_to("/dev/zero")
+    with pytest.raises(PastError, match="leads out of the run"):
+        open_trackers([], tmp_path, small_recipe())
+
+
 def test_the_command_takes_trackers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     need("tensorboard")
     settings = [*SMALL, "run.cycles=1", "evaluation.at=[]"]

@@ -325,6 +325,7 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(finished: Path, cap
 
     assert main(["watch", str(finished), "--every", "0"]) == 2
     assert "--every 0.0: give 0.1 seconds or more" in capfd.readouterr().err
+    assert main(["watch", str(finished), "--every", "inf"]) == 2
     with subprocess.Popen(
         [sys.executable, "-c", COMMAND, "watch", str(finished)],
         stdout=subprocess.PIPE,
