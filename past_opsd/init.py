@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from past_opsd import config, data, schema
+from past_opsd import config, data, life, schema
 from past_opsd.arguments import place
 from past_opsd.config import Recipe
 from past_opsd.files import whole, write_text
@@ -58,12 +59,14 @@ def run(args: argparse.Namespace) -> int:
     write_text(aid, schema.text())
     doctor.needs(console, recipe)
     console.print(f"\nwritten: {args.recipe}, and {SCHEMA} for editors. Next:", highlight=False, soft_wrap=True)
-    for command, purpose in (
-        (f"past data check --recipe {args.recipe}", "rows, answers, lengths, overlap"),
-        (f"past inspect {args.recipe} --dry", "what student and teacher read"),
-        (f"past train {args.recipe}", ""),
+    for words, purpose in (
+        (["data", "check", "--recipe", args.recipe], "rows, answers, lengths, overlap"),
+        (["inspect", args.recipe, "--dry"], "what student and teacher read"),
+        (["train", args.recipe], ""),
     ):
-        console.print(f"  {command}" + f"   # {purpose}" * bool(purpose), highlight=False, soft_wrap=True)
+        command = shlex.join([*life.program(), *map(str, words)])
+        said = f"  {command}" + f"   # {purpose}" * bool(purpose)
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
@@ -109,7 +112,10 @@ def _data(found: Look, parent: Recipe, args: argparse.Namespace) -> Loaded:
     options = Options.model_validate({"train": args.data, "columns": data.columns(args.column), "keep": [], **settings})
     loaded = load(args.data, training(options))
     check_mapping(loaded, options)
-    accept(loaded, "skip", found.told)
+    try:
+        accept(loaded, "skip", found.told)
+    except PastError as error:
+        raise PastError(f"{error}\nHere a column is named with --column ROLE=NAME, e.g. problem=Question") from None
     origins = ", ".join(f"{role} from '{_likeliest(loaded, role)}'" for role in ALIASES if loaded.used[role])
     found.told.insert(0, f"data: {len(loaded.problems):,} problems in {loaded.rows:,} rows; {origins}")
     found.columns = options.columns | {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -58,6 +59,22 @@ def test_a_recipe_from_a_look_at_model_and_data(
     )
     assert outcome.finished
     assert list(outcome.evaluations[1].tasks) == ["held_out"]
+
+
+def test_what_comes_next_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    lines(tmp_path / "train.jsonl", ROWS)
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "my [b]recipes[/b]/a b.toml", "--model", "embedded", "--data", "train.jsonl"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(last)[-2:] == ["train", "my [b]recipes[/b]/a b.toml"]
+
+
+def test_a_column_can_be_named_where_none_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = lines(tmp_path / "train.jsonl", [{"foo": "1+1", "solution": r"\boxed{2}"}] * 3)
+    assert main(["init", str(tmp_path / "a.toml"), "--model", "embedded", "--data", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert "to one of: foo" in told
+    assert "--column ROLE=NAME" in told
 
 
 def test_held_out_sets_are_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
@@ -144,7 +144,7 @@ def load(source: str, reading: Reading) -> Loaded:
         if reading.limit is not None and len(problems) >= reading.limit:
             break
         try:
-            problem, origins = _problem(row, reading)
+            problem, origins = _problem(row, reading, columns)
             if problem.id in ids:
                 raise _BadRowError(f"repeats the id '{problem.id}'; ids decide the random draws, so make them differ")
         except _BadRowError as error:
@@ -168,7 +168,7 @@ def _shown(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _problem(row: Row, reading: Reading) -> tuple[Problem, dict[str, str]]:
+def _problem(row: Row, reading: Reading, columns: Iterable[str]) -> tuple[Problem, dict[str, str]]:
     if isinstance(row.data, str):
         raise _BadRowError(row.data)
     data = row.data
@@ -192,20 +192,23 @@ def _problem(row: Row, reading: Reading) -> tuple[Problem, dict[str, str]]:
     ]
     for role, value, needed in checks:
         if needed and not value.strip():
-            raise _BadRowError(_missing(role, reading, tuple(data), origins))
+            raise _BadRowError(_missing(role, reading, tuple(data), origins, columns))
     return Problem(texts.get("id") or row.name, texts["problem"], solution, answer, extra), origins
 
 
-def _missing(role: Role, reading: Reading, columns: tuple[str, ...], origins: Mapping[str, str]) -> str:
-    """What a row lacks, what it has, and what to do."""
-    empty = reading.found(columns)[role]
+def _missing(
+    role: Role, reading: Reading, read: tuple[str, ...], origins: Mapping[str, str], columns: Iterable[str]
+) -> str:
+    """What a row lacks, what columns there are beside those read, and what to do."""
+    empty = reading.found(read)[role]
     if empty:
         return f"its {role} (column '{empty[0]}') is empty"
-    others = [name for name in columns if name not in origins.values()]
+    taken = {name for names in reading.found(tuple(columns)).values() for name in names}
+    others = [name for name in columns if name not in taken]
     near = [name for name in others if is_near(role, name)]
     names = reading.names(role)
     lack = f"has no {role}: no column '{names[0]}' (or {', '.join(names[1:])})"
-    choice = ", ".join(near or others)
+    choice = ", ".join((near or others)[:SHOWN])
     advice = f"set task.columns.{role} to one of: {choice}" if others else f"add a column '{names[0]}'"
     if role == "answer" and "solution" in origins:
         box = r"a \boxed{...} or '#### ...'"

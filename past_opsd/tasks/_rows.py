@@ -98,8 +98,9 @@ def _json(path: Path, name: str, wanted: Wanted) -> Iterator[Row]:
     with _open(path) as lines:  # bytes: a text line could end at U+2028 inside a value
         begin = lines.tell()
         first = next((line.strip() for line in lines if line.strip()), b"")
+        whole = first[1:].lstrip().startswith(b"{") and not any(line.strip() for line in lines)
         lines.seek(begin)
-        if first.startswith(b"[") and (path.suffix.lower() == ".json" or not _is_json(first)):
+        if first.startswith(b"[") and (path.suffix.lower() == ".json" or whole or not _is_json(first)):
             yield from _list(path, name, lines.read(), wanted)
             return
         if first == b"{":

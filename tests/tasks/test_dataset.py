@@ -226,6 +226,17 @@ def test_messages_become_the_problem_and_are_kept_for_reward_functions(tmp_path:
     assert one(tmp_path, row).text == "Be brief.\n\n1+1"
 
 
+def test_columns_that_are_not_read_are_offered(tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", {"foo": "x", "solution": "y", "answer": "1"})
+    with pytest.raises(PastError, match=r"set task\.columns\.problem to one of: foo$"):
+        build(path, keep=[])
+
+
+def test_a_list_on_one_line_is_a_list_whatever_the_file_is_called(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text(json.dumps([GOOD, GOOD]) + "\n")
+    assert len(build(tmp_path / "a.jsonl").train()) == 2
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
