@@ -51,6 +51,9 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: a user's mistake is one message and exit code 2, never a stack trace."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser(words[0] if words else "")
     args = parser.parse_args(words)

@@ -362,7 +362,7 @@ def _placed(
         place = next((mark for mark in info.metadata if isinstance(mark, Place)), None)
         if place is not None and isinstance(value, dict):
             out[key] = {name: _find(text, place, _folder(sources, f"{here}.{name}")) for name, text in value.items()}
-        elif place is not None:
+        elif place is not None and key in out:
             out[key] = _find(value, place, _folder(sources, here))
         elif isinstance(value, dict) and (inner := _section(schema, key)) is not None:
             out[key] = _placed(inner, value, sources, f"{here}.")

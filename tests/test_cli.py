@@ -244,6 +244,14 @@ def test_an_error_of_the_system_is_told(capsys, monkeypatch: pytest.MonkeyPatch,
     assert run(capsys, "recipes")[::2] == (2, f"past: {said}\n")
 
 
+def test_streams_that_are_closed_are_no_bug(capsys, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as closed:
+        closed.setattr(sys, "stdout", None)
+        assert main(["recipes"]) == 0
+        sys.stdout.close()
+    assert capsys.readouterr().err == ""
+
+
 def test_a_bug_is_called_one(capsys, monkeypatch: pytest.MonkeyPatch):
     def fail() -> None:
         raise ZeroDivisionError("oh")

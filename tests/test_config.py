@@ -158,3 +158,12 @@ def test_a_child_does_not_inherit_its_parents_description(tmp_path: Path):
     assert (config.load(child).description, config.load(child).name) == ("", "embedded/past")
     assert config.load(child, ["description=mine"]).description == "mine"
     assert not [name for name in config.shipped() if not config.load(name).description]
+
+
+def test_a_place_that_is_not_given_has_its_default_or_is_missing(tmp_path: Path):
+    path = tmp_path / "mine.toml"
+    path.write_text('extends = "embedded/past"\n[task]\nname = "dataset"\ntrain = "a.jsonl"\nhold_out = 1\n')
+    assert config.load(path).task.evaluation == {}
+    path.write_text('extends = "embedded/past"\n[task]\nname = "dataset"\n')
+    with pytest.raises(PastError, match=r"task\.train: is missing"):
+        config.load(path)
