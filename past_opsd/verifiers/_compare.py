@@ -42,6 +42,7 @@ from past_opsd.verifiers._values import (
     rounds_to,
 )
 
+_BIG_C, _SMALL_C = sympy.symbols("C c", real=True)
 _LONG = 6  # decimal places from which a gold answer is itself taken for a rounding
 _SCIENTIFIC_DIGITS = 3
 # Where two expressions in the same variables are looked at: each variable has a value of its own, in three ways.
@@ -106,6 +107,7 @@ def same(gold: Value, said: Value, rules: Rules) -> bool:
         return said.joined is not None and same(gold, said.joined, rules)
     if isinstance(gold, Number) and isinstance(said, Number):
         return _numbers(gold, said, rules)
+    gold, said = _vector(gold, said), _vector(said, gold)
     if isinstance(gold, Items) and isinstance(said, Items) and _items(gold, said, rules):
         return True
     if isinstance(gold, Span) or isinstance(said, Span):
@@ -119,8 +121,18 @@ def same(gold: Value, said: Value, rules: Rules) -> bool:
 
 def _single(value: Value) -> Value:
     """A set or list of one thing as the thing."""
-    is_one = isinstance(value, Items) and len(value.values) == 1
-    return value.values[0] if is_one and isinstance(value, Items) else value
+    if not isinstance(value, Items) or len(value.values) != 1:
+        return value
+    inner = value.values[0]
+    return value if isinstance(inner, Items) and inner.brackets == value.brackets == "{}" else inner
+
+
+def _vector(value: Value, other: Value) -> Value:
+    """A matrix of one row or column as the tuple that the other is."""
+    if not isinstance(value, Matrix) or not isinstance(other, Items) or other.brackets != "()":
+        return value
+    is_vector = len(value.rows) == 1 or len(value.rows[0]) == 1
+    return Items(tuple(v for row in value.rows for v in row), "()") if is_vector else value
 
 
 def _structures(gold: Value, said: Value, rules: Rules) -> bool:
@@ -169,13 +181,28 @@ def _equations(gold: Value, said: Value, rules: Rules) -> bool:
         return isinstance(said, Equation) and said.value is not None and same(gold, said.value, rules)
     if not isinstance(said, Equation):
         return gold.plain and gold.value is not None and same(gold.value, said, rules)
-    if gold.value is not None and said.value is not None and _same_name(gold.name, said.name):
-        return same(gold.value, said.value, rules)
+    if gold.value is not None and said.value is not None:
+        if _same_name(gold.name, said.name):
+            return same(gold.value, said.value, rules)
+        renamed = _renamed(gold.name, said)
+        if renamed is not None:
+            return same(gold.value, renamed, rules)
     sides = (gold.left, gold.right, said.left, said.right)
     if any(side is None for side in sides):
         return False
     a, b, c, d = (side for side in sides if side is not None)
     return _multiple(a - b, c - d) is not None
+
+
+def _renamed(gold: str, said: Equation) -> Number | None:
+    """`f(t) = 2t` as what it says of `f(x)`."""
+    names = [re.fullmatch(r"([a-zA-Z])\(([a-z])\)", name) for name in (gold, said.name)]
+    if names[0] is None or names[1] is None or names[0][1] != names[1][1] or not isinstance(said.value, Number):
+        return None
+    old, new = (sympy.Symbol(name[2], real=True) for name in (names[1], names[0]))
+    return (
+        None if new in said.value.expr.free_symbols else replace(said.value, expr=said.value.expr.xreplace({old: new}))
+    )
 
 
 def _multiple(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -196,7 +223,7 @@ def _same_name(gold: str, said: str) -> bool:
 
 
 def _items(gold: Items, said: Items, rules: Rules) -> bool:
-    if len(gold.values) != len(said.values):
+    if len(gold.values) != len(said.values) or _sets_within(gold) != _sets_within(said):
         return False
     if gold.names and said.names:
         if set(gold.names) != set(said.names):
@@ -208,6 +235,10 @@ def _items(gold: Items, said: Items, rules: Rules) -> bool:
     if said.names or said.brackets in ("()", "[]"):
         return (said.brackets != "[]" or len(said.values) > 2) and _all_same(gold.values, said.values, rules)
     return _matched(gold.values, said.values, rules)
+
+
+def _sets_within(items: Items) -> int:
+    return sum(isinstance(value, Items) and value.brackets == "{}" for value in items.values)
 
 
 def _is_ordered(items: Items, rules: Rules) -> bool:
@@ -238,12 +269,25 @@ def _matched(gold: Sequence[Value], said: Sequence[Value], rules: Rules) -> bool
 
 def _spans(gold: Value, said: Value) -> bool:
     try:
-        a, b = as_span(gold), as_span(said)
+        a, b = as_span(_solutions(gold, said)), as_span(_solutions(said, gold))
     except UnreadError:
         return False
     if a.domain != b.domain or (a.name and b.name and not _same_name(a.name, b.name)):
         return False
     return _same_region(a.region, b.region)
+
+
+def _solutions(value: Value, other: Value) -> Value:
+    r"""A list without brackets as the set that it is of, where the other is `x \in \{1, 2\}`."""
+    points = isinstance(other, Span) and all(piece.low == piece.high for piece in other.region.pieces)
+    if points and isinstance(value, Items) and not (value.brackets or value.names):
+        return value if _repeats(value) else Items(value.values, "{}")
+    return value
+
+
+def _repeats(items: Items) -> bool:
+    numbers = [v.expr for v in items.values if isinstance(v, Number)]
+    return any(equal(a, b) for i, a in enumerate(numbers) for b in numbers[:i])
 
 
 def _same_region(a: Region, b: Region) -> bool:
@@ -312,7 +356,7 @@ def _numbers(gold: Number, said: Number, rules: Rules) -> bool:
             return factor is not None and equal(
                 gold.expr, said.expr * sympy.Rational(factor.numerator, factor.denominator)
             )
-    elif (gold.unit and gold.loose) or (said.unit and said.loose):
+    elif (gold.unit and gold.loose) or (said.unit and said.loose) or said.odd:
         return False
     return _amounts(gold, said, rules)
 
@@ -349,7 +393,7 @@ def _amounts(gold: Number, said: Number, rules: Rules) -> bool:
     if equal(gold.expr, said.expr) or equal(_with_i(gold.expr, said.expr), _with_i(said.expr, gold.expr)):
         return True
     if not (gold.expr.is_number and said.expr.is_number):
-        return False
+        return _of_integration(gold.expr) and equal(gold.expr, said.expr.subs(_SMALL_C, _BIG_C))
     if gold.scientific != said.scientific:
         short, exact = (gold, said) if gold.scientific else (said, gold)
         enough = short.digits >= _SCIENTIFIC_DIGITS and short.places != short.digits - 1
@@ -357,6 +401,11 @@ def _amounts(gold: Number, said: Number, rules: Rules) -> bool:
     if gold.places is not None and gold.places >= _LONG and (said.places is None or said.places >= _LONG):
         return _agree(gold, said)
     return rules.decimals == "rounded" and _agree_roughly(gold, said)
+
+
+def _of_integration(expr: sympy.Expr) -> bool:
+    """Has it a constant of integration, whose letter may be small?"""
+    return expr.is_Add and _BIG_C in expr.args and _SMALL_C not in expr.free_symbols
 
 
 def _agree(gold: Number, said: Number) -> bool:

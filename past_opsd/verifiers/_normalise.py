@@ -27,7 +27,8 @@ _SIGNS = {
     "γ": r"\gamma ", "λ": r"\lambda ", "μ": r"\mu ", "φ": r"\phi ", "ω": r"\omega ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
     "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "∨": r"\lor ", "∧": r"\land ", "∖": r"\setminus ",
-    "€": r"\text{ euro}", "£": r"\text{ gbp}", "¥": r"\text{ yen}", "₹": r"\text{ rupee}", "″": "''", "′": "'",
+    "€": r"\text{ euro}", "¢": r"\text{ cents}", "£": r"\text{ gbp}", "¥": r"\text{ yen}", "₹": r"\text{ rupee}",
+    "″": "''", "′": "'",
     "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "⟨": r"\langle ", "⟩": r"\rangle ",
 }  # fmt: skip
 _TEXT = (
@@ -50,6 +51,9 @@ _SYNONYMS = {
 _GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 _MIXED = re.compile(r"(?<![\w.^}/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.^/])")
 _REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}(?!\d)")
+_GOING_ON = re.compile(
+    r"(?<![\w.])(\d*\.\d{0,9}?)(?:(?=(\d)\2\2)\2{3,20}|(?=(\d{2,9})\3)(?:\3){2,9})\s*(?:\\[lc]?dots(?![a-zA-Z])|\.\.\.|…)$"
+)
 _SCIENTIFIC = re.compile(r"(?<![\w.}])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])")
 _RATIONAL = re.compile(
     r"(?P<sign>[+-]?)\s*(?:(?P<decimal>\d*\.\d+)|(?P<whole>\d+)(?:\s*/\s*(?P<over>\d+))?"
@@ -138,7 +142,7 @@ def join_thousands(text: str) -> str:
 
     A plain comma separates thousands only when every comma outside brackets does; else it makes a list.
     """
-    text = re.sub(r"(?<=\d)(?:\{,\}|,\\!\s*|\\[,:;!]|~)(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"(?<=\d)(?:\{,\}|\\text\{,\}|,\\!\s*|\\[,:;!]|~)(?=\d{3}(?!\d))", "", text)
     if re.fullmatch(r"-?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?", text):
         return text.replace(" ", "")
     groups = [m.span() for m in _GROUPED.finditer(text) if not _depth(text, m.start())]
@@ -162,6 +166,17 @@ def drop_decoration(text: str) -> str:
     text = re.sub(r"\\varnothing(?![a-zA-Z])", r"\\emptyset", text)
     text = re.sub(r"\\not\s*=", r"\\ne ", re.sub(r"\\not\s*\\in(?![a-zA-Z])", r"\\notin ", text))
     return re.sub(r"\\(?:mathrm|text|operatorname)\s*\{([ei])\}", r"{\1}", text).strip()
+
+
+def one_command(text: str) -> str:
+    r"""One spelling of `{n \choose k}`, `\mathbb R`, `^\circ\text{C}` and `\colon`; without `for all x` at the end."""
+    text = re.sub(r"\{([^{}]*?)\\choose(?![a-zA-Z])([^{}]*)\}", r"\\binom{\1}{\2}", text)
+    text = re.sub(r"\\(mathbb|mathbf)\s+([A-Z])(?![a-zA-Z])", r"\\\1{\2}", text)
+    text = re.sub(
+        r"\s*\\text\s*\{,? ?for (?:all|every|any)(?: real)? ?\} ?([a-z])(?: ?\\in ?\\mathbb\{R\})?$", "", text
+    )
+    text = re.sub(r"(\\circ ?\}?) ?\\(?:text|mathrm) ?\{ ?([CF]) ?\}", r"\1 \2", text)
+    return re.sub(r"\\colon(?![a-zA-Z])", ":", text)
 
 
 def drop_sizes(text: str) -> str:
@@ -223,7 +238,7 @@ def mixed_numbers(text: str) -> str:
 
 
 def repeating_decimals(text: str) -> str:
-    r"""`0.1\overline{6}` as the fraction it is."""
+    r"""`0.1\overline{6}` as the fraction it is, and `0.1666\ldots`, where a digit three times or more twice says so."""
 
     def fraction(m: re.Match[str]) -> str:
         whole, fixed, cycle = m.groups()
@@ -233,6 +248,7 @@ def repeating_decimals(text: str) -> str:
         top = int(whole + fixed + cycle) - int(whole + fixed or "0")
         return rf"\frac{{{top}}}{{{bottom}}}"
 
+    text = _GOING_ON.sub(lambda m: rf"{m[1]}\overline{{{m[2] or m[3]}}}", text)
     return _REPEATING.sub(fraction, text)
 
 
@@ -288,6 +304,7 @@ _STEPS = (
     unicode_signs,
     unicode_roots,
     drop_decoration,
+    one_command,
     unwrap,
     join_thousands,
     plain_spaces,
@@ -305,6 +322,7 @@ _STEPS = (
     expand_pm,
     drop_sizes,
     plain_spaces,
+    one_command,
 )
 
 

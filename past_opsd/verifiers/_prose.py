@@ -37,7 +37,11 @@ def conclusion(text: str) -> str:
     if formulas:
         said = next(group for group in formulas[-1].groups() if group is not None)
         tail = last[formulas[-1].end() :].strip(" .")
-        return f"{said} {tail}" if re.fullmatch(r"[a-zA-Z]+(?: per [a-z]+)?", tail) else said
+        return (
+            f"{said} {tail}"
+            if re.fullmatch(r"(?:(?:square|cubic|sq\.?|cu\.?) )?[a-zA-Z]+(?: per [a-z]+)?", tail)
+            else said
+        )
     numbers = _NUMBER.findall(last)
     return numbers[-1] if numbers else text
 

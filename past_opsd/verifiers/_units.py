@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from itertools import pairwise
 
 from past_opsd.verifiers._normalise import words
 
@@ -57,6 +58,16 @@ pa pascal
 kelvin
 acre
 hectare ha
+kwh
+amp ampere
+ohm
+mole mol
+byte
+calorie cal
+kcal kilocalorie
+cup
+pint
+quart
 """.strip()
 _CANONICAL = {word: line.split()[0] for line in _SPELLINGS.splitlines() for word in line.split()}
 _FACTORS: dict[str, tuple[str, Fraction]] = {
@@ -82,15 +93,46 @@ _PHRASES = {
     "sqft": "ft^2",
 }
 SCALES = {
+    "dozen": 12,
+    "score": 20,
+    "gross": 144,
     "hundred": 100,
     "thousand": 1000,
+    "lakh": 10**5,
     "million": 10**6,
+    "crore": 10**7,
     "billion": 10**9,
+    "bn": 10**9,
     "trillion": 10**12,
-    "dozen": 12,
+    "quadrillion": 10**15,
 }
 # Words that stand beside a unit and change nothing.
 _FILLERS = words("of the a an total altogether exactly each about approximately roughly different distinct")
+# What is counted and has no plural in s, or is said of any count.
+_COUNTS = words(
+    "people men women children feet teeth geese mice fish sheep deer cattle dice money water altogether total them "
+    "left remaining each mph kmh kph kmph fps sqft celsius fahrenheit pm am"
+)
+# Words that make something else of the number before or after them, so that they are no unit.
+_MEANINGFUL = words(
+    "and or not no if when where for mod modulo base but except unless either neither nor is isn't are than plus "
+    "minus times over divided half twice double triple least most more less greater fewer up to between both "
+    "choose only otherwise halves thirds fourths quarters fifths sixths sevenths eighths ninths tenths hundredths "
+    "thousandths half third fourth quarter fifth sixth tenth hundredth thousandth pi factorial root power "
+    "below above remainder r x inverse reciprocal opposite wrong incorrect "
+    "zero one two three four five six seven eight nine ten eleven twelve fifteen twenty thirty forty fifty sixty "
+    "seventy eighty ninety twos threes fours fives sixes sevens eights nines tens zeros zeroes couple "
+    "point decimal thrice doubled tripled halved multiplied added subtracted raised "
+    "ago earlier short behind loss debt deficit maybe perhaps possibly probably versus vs was were does has as "
+    "until through thru then be else also thus inclusive exclusive excluding including without minimum maximum "
+    "ppm ppb ppt permille promille permil bps nth th st nd rd error fails works nearly almost around under "
+    "against equals equal roughly never none false untrue instead rather"
+)
+_PART = re.compile(
+    r"(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+teen|[a-z]+tie|hundred|thousand|[a-z]+llion)ths?"
+)
+_OF_SIGN = words("positive negative")
+_MOST_WORDS = 8
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _LETTERS = words("m g s h l L N J W K V")
 
@@ -110,7 +152,9 @@ def canonical(text: str) -> str:
         if token[0] == "^":
             power = int(token[1:])
             if parts and power != 1:
-                parts[-1] = f"{parts[-1].split('^')[0]}^{power}"
+                name = parts.pop().split("^")[0]
+                parts += ["per"] * (power < 0 and parts[-1:] != ["per"])
+                parts.append(name if power == -1 else f"{name}^{abs(power)}")
             continue
         word = "per" if token == "/" else token
         low = word.lower()
@@ -123,14 +167,11 @@ def canonical(text: str) -> str:
         if low in _FILLERS:
             continue
         for name in _PHRASES.get(low, "").split() or [_name(word)]:
-            if name == "unit":
-                name = "unit" if pending == 1 else ""
-            if name in ("", "unit"):
-                pending = 1
+            if name == "unit" and pending == 1:
                 continue
             parts.append(name if pending == 1 else f"{name}^{pending}")
             pending = 1
-    return " ".join(parts).removesuffix(" per").strip()
+    return re.sub(r"\bdegree (?=celsius|fahrenheit)", "", " ".join(parts)).removesuffix(" per").strip()
 
 
 def _name(word: str) -> str:
@@ -168,6 +209,27 @@ def is_known(word: str) -> bool:
     )
 
 
+def changes(said: list[str]) -> bool:
+    """Do words after a number make something else of it?"""
+    lows = [word.lower() for word in said]
+    scaled = any(first == "per" and _singular(second) in SCALES for first, second in pairwise(lows))
+    signed = any(a in _OF_SIGN and not _is_plural(b) for a, b in pairwise([*lows, ""]))
+    if not lows or len(lows) > _MOST_WORDS or scaled or signed:
+        return True
+    return bool(_MEANINGFUL.intersection(lows)) or any(_PART.fullmatch(w) or w.endswith(("n't", "not")) for w in lows)
+
+
+def counts(said: list[str]) -> bool:
+    """Is there a unit among these words, or a plural?"""
+    return any(_is_plural(word.lower()) or is_known(word) or is_letter(word) for word in said)
+
+
+def _is_plural(low: str) -> bool:
+    if low in _COUNTS or low == "per" or _singular(low) in SCALES:
+        return True
+    return len(low) > 3 and _singular(low) != low and not low.endswith(("us", "is", "'s"))
+
+
 def is_letter(word: str) -> bool:
     """Could a single letter be a unit's sign?"""
     return word in _LETTERS
@@ -176,6 +238,8 @@ def is_letter(word: str) -> bool:
 def same(gold: str, said: str) -> bool:
     """Do two canonical units mean the same, one perhaps in more words?"""
     a, b = gold.split(), said.split()
+    if "unit" in (gold.split("^")[0], said.split("^")[0]):
+        return len(a) == len(b) == 1 and gold.partition("^")[2] == said.partition("^")[2]
     if any(part.split("^")[0] in _FACTORS or part == "percent" for part in a + b):
         return [p for p in a if _measures(p)] == [p for p in b if _measures(p)]
     return set(a) <= set(b) or set(b) <= set(a)

@@ -28,11 +28,12 @@ class Number:
     expr: sympy.Expr
     unit: str = ""
     loose: bool = False
+    odd: bool = False  # is the word after it no known unit and no plural, so that only gold can say what it is?
     places: int | None = None  # digits after the point, where it is written as a decimal
     digits: int = 0  # significant digits of a decimal
     scientific: bool = False
     word: str = ""  # what it spells, if it is letters only
-    also: Number | None = None  # the decimal given beside an exact value
+    also: Number | None = None  # the decimal given beside an exact value, or the same in another unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +133,6 @@ _COUNTED = re.findall(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen twenty",
 )
-# Words that make something else of the number before or after them, so that they are no unit.
-_MEANINGFUL = words(
-    "and or not no if when where for mod modulo base but except unless either neither nor is isn't are than plus "
-    "minus times over divided half twice double triple least most more less greater fewer up to between both "
-    "choose only otherwise halves thirds fourths quarters fifths sixths sevenths eighths ninths tenths hundredths "
-    "thousandths half third fourth quarter fifth sixth tenth hundredth thousandth pi factorial root power "
-    "negative positive below above remainder r x inverse reciprocal opposite wrong incorrect"
-)
 _DENYING = words(
     "not no isn't never than least most between except unless about if where when such either neither or wrong"
 )
@@ -165,17 +158,24 @@ _CHOICE = re.compile(
     r"(?i:(?:option|choice|answer)\s+)?(?:\(\s*([A-Z])\s*\)|([A-Z])\s*[).:](?=\s|$)|(?<=\s)([A-Z])$)\s*[:.]?\s*(.*)",
     re.DOTALL,
 )
-_TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}"
+_TEXT = (
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|operatorname\*?)\s*"
+    r"\{((?:[^{}]|\^\{-?\d\})*)\}"
+)
 _POWER = r"((?:\s*\^\s*(?:\d|\{\s*-?\d\s*\}))?)"
-_TAIL_TEXT = re.compile(rf"(?P<head>.*\S)\s*(?P<slash>/?)\s*{_TEXT}{_POWER}", re.DOTALL)
-_TAIL_WORDS = re.compile(r"(?P<head>.*[\d)\]}!%])\s*(?P<words>[A-Za-z][A-Za-z /.]*?)" + _POWER + r"\.?", re.DOTALL)
+_TAIL_TEXT = re.compile(rf"(?P<head>.*[^\s/])\s*(?P<slash>/?)\s*{_TEXT}{_POWER}", re.DOTALL)
+_TAIL_WORDS = re.compile(
+    r"(?P<head>.*(?:[\d)\]}!%]|\\pi(?=\s)))\s*(?P<words>[A-Za-z][A-Za-z /.]*?)" + _POWER + r"\.?", re.DOTALL
+)
 _TAIL_DEGREE = re.compile(
     r"(?P<head>.*[\w)\]}])\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degrees?)\s*(?P<scale>[CF]?)", re.DOTALL
 )
 _MINUTES = re.compile(
     r"([+-]?\d+)\s*\^\s*\{?\s*\\circ\s*\}?\s*(\d+)\s*(?:'|\^\s*\{?\s*\\prime\s*\}?)(?:\s*(\d+(?:\.\d+)?)\s*(?:''|\"))?"
 )
-_MONEY = re.compile(r"(-?)\s*(?:\\\$|\\text\{ ?(euro|gbp|yen|rupee)\})\s*(-?)(?=[\d.\\(])")
+_MONEY = re.compile(
+    r"(-?)\s*(?:(?:US|USD)?\s*\\\$|(?:\\text\{ ?)?USD ?\}?|\\text\{ ?(euro|gbp|yen|rupee)\})\s*(-?)(?=[\d.\\(])"
+)
 _LEAD = re.compile(
     r"(?:\\text\s*\{(?P<quoted>[A-Za-z' ]*[A-Za-z])\s*(?::|\bis:?|\bare:?)\s*\}"
     r"|(?P<bare>(?i:(?:the )?(?:final )?(?:answer|total|result)(?: is)?)):?)\s*(?P<rest>[^:\s].*)",
@@ -187,6 +187,15 @@ _CONGRUENCE = re.compile(
 )
 _COMPOUND = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*,?\s*(?:\\land\s+|and\s+)?(\d+(?:\.\d+)?)\s*([A-Za-z]+)\.?")
 _NAME = re.compile(r"(?P<base>[A-Za-z]+|\\[a-z]+)(?P<index>_(?:\d|\{\d+\}))?(?:\((?P<of>[^()]*)\))?")
+_MONTHS = (
+    "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
+    "|nov(?:ember)?|dec(?:ember)?"
+)
+_DATE = re.compile(
+    rf"(?:({_MONTHS})\.? (\d{{1,2}})(?:st|nd|rd|th)?|(\d{{1,2}})(?:st|nd|rd|th)?(?: of)? ({_MONTHS})\.?)"
+    r"(?:,? (\d{4}))?",
+    re.IGNORECASE,
+)
 _LAST_STEP = re.compile(r"\\(?:Rightarrow|implies|Longrightarrow|therefore|iff|Leftrightarrow)(?![a-zA-Z])")
 
 
@@ -212,6 +221,14 @@ def _word(text: str) -> Value | None:
         return Number(sympy.Integer(_COUNTED.index(said)))
     if said in ("infinity", "positive infinity"):
         return Number(sympy.oo)
+    if said in ("yes", "no"):
+        return Word(said)
+    if without := re.fullmatch(
+        r"(?:all )?real(?: number)?s(?: except(?: for)?| other than| but) (.*)", bare, re.IGNORECASE
+    ):
+        left_out = parse(without[1].strip())
+        points = left_out.values if isinstance(left_out, Items) and not left_out.brackets else (left_out,)
+        return Span(as_span(Items(points, "{}")).region.complement())
     quoted = bare != text
     letters = re.fullmatch(r"[a-z][a-z' -]*[a-z]", said)
     is_word = letters and (quoted or len(said) > 3) and not re.search(r"(?:^| )(?:or|and)(?: |$)", said)
@@ -254,7 +271,21 @@ def _clock(text: str) -> Value | None:
     return Clock(hours * 3600 + minutes * 60 + seconds) if hours < 25 and minutes < 60 and seconds < 60 else None
 
 
+def _date(text: str) -> Value | None:
+    """`July 4, 1776`, `4 July 1776` and `July 4`, in one spelling."""
+    found = _DATE.fullmatch(unquote(text).strip())
+    if found is None:
+        return None
+    month, day = (found[1], found[2]) if found[1] else (found[4], found[3])
+    return Word(f"{month[:3].lower()} {int(day)} {found[5] or ''}".strip())
+
+
 def _environment(text: str) -> Value | None:
+    r"""A matrix, cases or a system between `\begin` and `\end`, perhaps with a name: `f(x) = \begin{cases}...`."""
+    name, sign, rest = text.partition("=")
+    if sign and _NAME.fullmatch(squeeze(name)) and rest.lstrip(" ([").startswith(r"\begin"):
+        value = _environment(rest.strip())
+        return value and Equation(None, None, squeeze(name), value, plain=True)
     inner = text
     while inner[:1] + inner[-1:] in ("()", "[]") and _ENVIRONMENT.fullmatch(inner[1:-1].strip()):
         inner = inner[1:-1].strip()
@@ -296,11 +327,18 @@ def _either(text: str) -> Value | None:
     for sign in (r"\lor", r"\land"):
         parts = _split_command(text, sign)
         if len(parts) > 1:
-            values = [parse(part.strip(" ,")) for part in parts if part.strip(" ,")]
+            values: list[Value] = [parse(part.strip(" ,")) for part in parts if part.strip(" ,")]
+            if any(_is_unbounded(value) for value in values):
+                values = [as_span(value) for value in values]
             if all(isinstance(value, Span) for value in values):
                 return _joined(values, unite=sign == r"\lor")
             return _listed(values)
     return None
+
+
+def _is_unbounded(value: Value) -> bool:
+    """Is it an interval for sure, as no point has an infinite coordinate?"""
+    return isinstance(value, Items) and any(isinstance(v, Number) and v.expr.is_infinite for v in value.values)
 
 
 def _congruence(text: str) -> Value | None:
@@ -309,14 +347,16 @@ def _congruence(text: str) -> Value | None:
 
 
 def _compound(text: str) -> Value | None:
-    """`5 feet 6 inches` in the first of its units, which is then part of the answer."""
+    """`5 feet 6 inches` in each of its units, which is then part of the answer."""
     found = _COMPOUND.fullmatch(unquote(text))
     units = (_units.canonical(found[2]), _units.canonical(found[4])) if found else ("", "")
     factor = _units.conversion(units[1], units[0]) if units[0] != units[1] else None
     if not found or factor is None:
         return None
     rest = sympy.Rational(found[3]) * sympy.Rational(factor.numerator, factor.denominator)
-    return Number(sympy.Rational(found[1]) + rest, units[0], loose=True)
+    total = sympy.Rational(found[1]) + rest
+    second = Number(total / sympy.Rational(factor.numerator, factor.denominator), units[1], loose=True)
+    return Number(total, units[0], loose=True, also=second)
 
 
 def _split_command(text: str, command: str) -> list[str]:
@@ -400,6 +440,8 @@ def as_span(value: Value) -> Span:
     if isinstance(value, Items) and all(isinstance(v, Number) and _is_plain(v) for v in value.values):
         numbers = [v.expr for v in value.values if isinstance(v, Number)]
         if value.brackets in ("()", "[]", "(]", "[)") and len(numbers) == 2 and _ascend(*numbers):
+            if any(n.is_infinite and edge in "[]" for n, edge in zip(numbers, value.brackets, strict=True)):
+                raise UnreadError("infinity belongs to no interval")
             return Span(Region.of(Piece(numbers[0], numbers[1], value.brackets[0] == "[", value.brackets[1] == "]")))
         if value.brackets == "{}":
             return Span(Region.of(*(Piece(n, n, True, True) for n in numbers)))
@@ -453,7 +495,8 @@ def _equation(parts: list[str], signs: list[str]) -> Value | None:
         return None
     if not parts[0]:
         return last
-    if isinstance(last, Number) and last.expr.is_Symbol and isinstance(first, Number) and first.expr.is_number:
+    turned = isinstance(last, Number) and not last.expr.is_number and isinstance(first, Number) and first.expr.is_number
+    if turned and (len(parts) == 2 or (isinstance(last, Number) and last.expr.is_Symbol)):
         parts, first, last = parts[::-1], last, first  # `5 = x`
     value, numbers = last, [v for v in map(_maybe, parts[:-1]) if isinstance(v, Number) and v.expr.is_number]
     if isinstance(last, Number) and last.expr.is_number:
@@ -595,6 +638,8 @@ def _based(text: str) -> Value | None:
     )
     if not 2 <= base <= 36 or any(int(c, 36) >= base for c in found[1]):
         return None
+    if base == 10:
+        return Number(decimal(found[1]))
     return Based(found[1].upper().lstrip("0") or "0", base)
 
 
@@ -614,7 +659,9 @@ def _number(text: str) -> Value | None:
         size = decimal(d.lstrip("+-")) + decimal(m) / 60 + decimal(s) / 3600
         return Number(-size if d.startswith("-") else size, "degree")
     text = re.sub(rf"\\[dt]?frac\s*\{{\s*{_TEXT}\s*\}}\s*\{{\s*{_TEXT}\s*\}}$", r"\\text{\1/\2}", text.strip())
-    text, unit, loose = _without_unit(text)
+    if (quoted := re.fullmatch(_TEXT, text)) and re.match(r"\s*[-\d.]", quoted[1]):
+        text = quoted[1].strip()
+    text, unit, loose, odd = _without_unit(text)
     scale = 1
     for word in unit.split():
         scale *= _units.SCALES.get(word, 1)
@@ -623,7 +670,7 @@ def _number(text: str) -> Value | None:
     expr = read(text) * sympy.Integer(scale)
     if not (expr.is_number or expr.free_symbols or expr.atoms(sympy.Function)) or expr in (sympy.zoo, sympy.nan):
         raise UnreadError("no value")
-    number = Number(expr, unit, loose, word=text.strip() if re.fullmatch(r"[A-Za-z ]+", text.strip()) else "")
+    number = Number(expr, unit, loose, odd, word=text.strip() if re.fullmatch(r"[A-Za-z ]+", text.strip()) else "")
     if plain := _PLAIN.fullmatch(text.strip()):
         digits = plain[1].replace(".", "").lstrip("0")
         return replace(number, places=len(plain[2] or plain[3] or ""), digits=len(digits)) if scale == 1 else number
@@ -638,8 +685,8 @@ def unquote_digits(text: str) -> str:
     return re.sub(_TEXT, lambda m: m[1] if re.search(r"\d", m[1]) else m[0], text)
 
 
-def _without_unit(text: str) -> tuple[str, str, bool]:
-    """The text before its unit, the unit, and whether that is a bare letter."""
+def _without_unit(text: str) -> tuple[str, str, bool, bool]:
+    """The text before its unit, the unit, and whether that is a bare letter or an odd word."""
     units: list[str] = []
     if money := _MONEY.match(text):
         units.append(money[2] or "dollar")
@@ -663,32 +710,36 @@ def _without_unit(text: str) -> tuple[str, str, bool]:
             single = len(said) == 1 and len(said[0]) == 1
             if single and _units.is_letter(said[0]) and re.search(r"\s" + said[0] + "$", text):
                 loose = True
-            elif not all(_bare_unit(word) for word in said) or single:
+            elif single or not all(map(_bare_unit, said)) or _units.changes(said):
                 break
             unit = found["words"] + found[found.re.groups]
         else:
             break
         text, units = found["head"].rstrip(" /"), [unit, *units]
-    return text, _units.canonical(" ".join(units)), loose
+    odd = bool(units) and _is_odd(" ".join(units), text)
+    return text, _units.canonical(" ".join(units)), loose, odd
 
 
 def _bare_unit(word: str) -> bool:
-    low = word.lower()
-    return (
-        _units.is_known(word)
-        or low in _units.SCALES
-        or (len(word) > 3 and low not in _MEANINGFUL)
-        or low in ("per", "of")
-    )
+    return _units.is_known(word) or word.lower() in (*_units.SCALES, "per", "of") or len(word) > 3
 
 
 def _is_unit_text(text: str) -> bool:
-    said = re.findall(r"[a-z']+", text.lower())
-    if re.search(r"[^A-Za-z\s/.()^'~-]", text) or not said or said[0] in ("squared", "cubed"):
+    said = re.findall(r"[A-Za-z']+", text)
+    plain = re.sub(r"(?<=[A-Za-z])\s*\^\s*(?:-?\d|\{\s*-?\d\s*\})", " ", text)
+    if re.search(r"[^A-Za-z\s/.()'~-]", plain) or not said or said[0].lower() in ("squared", "cubed"):
         return False
-    if len(said) == 1 and len(said[0]) == 1 and not _units.is_letter(said[0].upper()) and not _units.is_letter(said[0]):
-        return False
-    return not _MEANINGFUL.intersection(said)
+    if len(said) == 1 and len(said[0]) == 1:
+        return _units.is_letter(said[0].upper()) or _units.is_letter(said[0])
+    return not _units.changes(said)
+
+
+def _is_odd(unit: str, head: str) -> bool:
+    """One word that may be no unit: `5 gross`. After one or a fraction, or what is no plain number, it may be one."""
+    said = re.findall(r"[A-Za-z']+", unit)
+    amount = re.sub(r"\\\$|\s", "", head)
+    is_several = re.fullmatch(r"-?\d+(?:\.\d+)?", amount) is not None and amount != "1"
+    return is_several and len(said) == 1 and not _units.counts(said)
 
 
 def is_zero(difference: sympy.Expr) -> bool:
@@ -711,6 +762,7 @@ def rounds_to(exact: sympy.Expr, decimal: Number) -> bool:
 
 _READERS = (
     _clock,
+    _date,
     _announced,
     _choice,
     _word,
