@@ -233,6 +233,8 @@ def _items(gold: Items, said: Items, rules: Rules) -> bool:
     if _is_ordered(gold, rules):
         return _fits(gold, said) and _all_same(gold.values, said.values, rules)
     if said.names or said.brackets in ("()", "[]"):
+        if gold.brackets == "{}":
+            return False
         return (said.brackets != "[]" or len(said.values) > 2) and _all_same(gold.values, said.values, rules)
     return _matched(gold.values, said.values, rules)
 
