@@ -16,7 +16,7 @@ from past_opsd.config import Recipe
 from past_opsd.files import whole, write_text
 from past_opsd.tasks import benchmarks
 from past_opsd.tasks._columns import ALIASES, Loaded, load, plain
-from past_opsd.tasks.dataset import Options, accept, check_mapping, split, training
+from past_opsd.tasks.dataset import Options, accept, check_mapping, training
 from past_opsd.types import PastError
 
 SCHEMA = "recipe.schema.json"
@@ -126,7 +126,10 @@ def _data(found: Look, parent: Recipe, args: argparse.Namespace) -> Loaded:
     found.bad = len(loaded.bad)
     if not found.evaluation:
         found.hold_out = min(HELD_OUT, max(1, len(loaded.problems) // 10))
-        split(loaded.problems, found.hold_out)
+        if len({p.text for p in loaded.problems}) <= found.hold_out:
+            raise PastError(
+                f"--data {args.data}: too few different problems to keep some apart; name held-out ones by --evaluation"
+            )
     return loaded
 
 

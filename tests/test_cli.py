@@ -188,6 +188,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("verify rows.jsonl --out rows.jsonl", "that is the file to be graded"),
         ("verify rows.jsonl --out link.jsonl", "that is the file to be graded"),
         ("verify rows.jsonl --out folder", "is a folder"),
+        ("verify rows.jsonl --out file", "is not what this command writes"),
         ("verify pipe.jsonl", "a pipe"),
         ("verify folder", "a folder"),
         ("data check rows.jsonl --rows -1", "give 0 or more"),

@@ -100,6 +100,7 @@ def test_held_out_sets_are_taken_over(tmp_path: Path, monkeypatch: pytest.Monkey
         (["new.toml", "--column", "problem=Nope"], "has no such column; it has Problem Statement, Solution, n"),
         (["new.toml", "--extends", "embedded/past"], "its task is 'embedded', which reads no data file"),
         (["new.toml", "--extends", "paper/pats"], "did you mean 'paper/past'?"),
+        (["new.toml", "--data", "one.jsonl"], "too few different problems to keep some apart"),
         (["other/new.toml"], "recipe.schema.json exists and is not a schema of recipes"),
     ],
 )
@@ -113,6 +114,7 @@ def test_what_cannot_be_is_told_and_nothing_is_written(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     lines(tmp_path / "train.jsonl", ROWS)
+    lines(tmp_path / "one.jsonl", ROWS[:1])
     (tmp_path / "mine.toml").write_text("# mine\n")
     lines(tmp_path / "other" / "recipe.schema.json", [{"mine": True}])
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from pydantic import ValidationError
 
+from past_opsd.arguments import place
 from past_opsd.config import plugin
 from past_opsd.files import whole
 from past_opsd.reading import plain, room
@@ -282,8 +283,8 @@ def _row(name: str, pair: Pair) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `past verify`."""
-    parser.add_argument("file", type=Path, help="JSON lines with `gold` and `prediction` (or `response`)")
-    parser.add_argument("--out", type=Path, help="write the rows here with `correct` and `reason` added")
+    parser.add_argument("file", type=place, help="JSON lines with `gold` and `prediction` (or `response`)")
+    parser.add_argument("--out", type=place, help="write the rows here with `correct` and `reason` added")
     parser.add_argument("--verifier", default="boxed_math", help="which verifier (default: %(default)s)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the verifier, e.g. timeout=2"
@@ -296,11 +297,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _graded(path: Path) -> bool:
+    """Whether a file holds rows that were graded here."""
+    with path.open("rb") as file:
+        try:
+            row = json.loads(file.readline(1 << 20))
+        except (ValueError, RecursionError):
+            return False
+    return isinstance(row, dict) and {"correct", "reason"} <= set(row)
+
+
 def run(args: argparse.Namespace) -> int:
     """`past verify`."""
     plain(args.file)
     if args.out is not None:
-        room(args.out)
+        room(args.out, ours=lambda path: path.samefile(args.file) or _graded(path))  # the former is told below
     beside = WorkerPool("past_opsd.verifiers._plain:accepts", workers=2, timeout=_PLAIN_LIMIT, memory_mb=4096)
     try:
         with _build(args.verifier, args.set) as verifier:
