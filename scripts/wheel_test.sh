@@ -34,7 +34,8 @@ missing = [str(p) for p in kept if not (there / p).is_file()]
 assert not missing, f"not in the wheel: {missing}"
 PY
 python -m past_opsd --version
-past recipes | grep -q '^embedded/past '
+past recipes >recipes
+grep -q '^embedded/past ' recipes
 past models list
 past demo --seeds 17 --set run.cycles=2 --set 'evaluation.at=[0.0, 1.0]' --set task.eval_problems=4 \
     --set task.train_problems=60 --set run.checkpoint_every=1
