@@ -39,7 +39,7 @@ add_arguments = arguments.export
 def run(args: argparse.Namespace) -> int:
     """Write the export and print what it is."""
     if args.push == "" or (args.private and args.push is None):
-        raise PastError("name the repository: --push OWNER/NAME; --private goes with it")
+        raise PastError("name the repository to push to, as OWNER/NAME; a private one needs a name, too")
     out = args.out or args.folder / ("export-merged" if args.merge else "export")
     step, notes = boundary.choose(args.folder, args.step)
     for note in notes:
