@@ -17,12 +17,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import random
 import re
 import shutil
 from collections.abc import Mapping
-from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -31,7 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from past_opsd.files import fresh_folder, leftovers, put, sync, sync_all, temporary_name, writing
+from past_opsd.files import aside, fresh_folder, leftovers, put, sync, sync_all, temporary_name, writing
 from past_opsd.learner import Learner
 from past_opsd.model import TRAINABLE, Model
 from past_opsd.reading import plain, read_json
@@ -129,11 +127,8 @@ def newest_whole(run: Path) -> tuple[Path | None, list[str]]:
 def set_aside(run: Path, after: int, label: str = "damaged") -> None:
     """Checkpoints after the boundary a run goes on from, damaged or not wanted, no longer count as its boundaries."""
     for path in (folder(run, step) for step in steps(run) if step > after):
-        aside, number = path.with_name(f"{label}-{path.name}"), count(2)
-        while os.path.lexists(aside):
-            aside = path.with_name(f"{label}-{path.name}-{next(number)}")
         with writing(path):
-            path.rename(aside)
+            path.rename(aside(path, label))
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -97,6 +98,14 @@ def _open_plain(name: str, flags: int) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a plain file; remove it")
     return descriptor
+
+
+def aside(path: Path, label: str) -> Path:
+    """A name beside `path` that nothing has yet, for what no longer counts: `damaged-step-00003.json`."""
+    named, number = path.with_name(f"{label}-{path.name}"), count(2)
+    while os.path.lexists(named):
+        named = path.with_name(f"{label}-{path.stem}-{next(number)}{path.suffix}")
+    return named
 
 
 def temporary_name(folder: Path) -> Path:

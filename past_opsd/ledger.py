@@ -5,17 +5,15 @@ What is counted over a run is kept in every checkpoint, so that a resume needs n
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from past_opsd import checkpoint, config, record
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
-from past_opsd.files import enclosed, write_text, writing
+from past_opsd.files import aside, enclosed, write_text, writing
 from past_opsd.types import PastError
 
 _COSTS = ("cost/student_", "cost/teacher_", "cost/verifier_")
@@ -122,12 +120,10 @@ def _set_aside(folder: Path) -> list[str]:
         try:
             Evaluation.load(file)
         except PastError as error:
-            aside, number = file.with_name(f"damaged-{file.name}"), count(2)
-            while os.path.lexists(aside):
-                aside = file.with_name(f"damaged-{file.stem}-{next(number)}.json")
+            named = aside(file, "damaged")
             with writing(file):
-                file.rename(aside)
-            notes.append(f"{error}; it is {aside.name} now")
+                file.rename(named)
+            notes.append(f"{error}; it is {named.name} now")
     return notes
 
 

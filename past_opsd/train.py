@@ -421,7 +421,7 @@ def _continued(folder: Path, saved: Any, parts: Session, done: int) -> list[str]
         elif name == key or name not in FREE | ROUNDING | {"run.cycles"}:
             refused.append(told)
         elif name == "run.cycles":
-            problem = _other_length(parts.recipe, old, new, done)
+            problem = _other_length(parts.recipe, new, done)
             refused += [f"{told} ({problem})"] if problem else []
             notes.append(f"going on to {new} cycles instead of {old}")
         elif name in ROUNDING:
@@ -439,7 +439,7 @@ def _continued(folder: Path, saved: Any, parts: Session, done: int) -> list[str]
     return notes
 
 
-def _other_length(recipe: Recipe, old: int, new: int, done: int) -> str:
+def _other_length(recipe: Recipe, new: int, done: int) -> str:
     """Why a run cannot go on to another number of cycles; empty where it can."""
     if new < done:
         return f"{done} cycles are done already; take {done} or more"

@@ -328,17 +328,18 @@ class _Parser:
             if name[-1] == "_":
                 name += "{" + "".join(t for _, t in self.group()) + "}"
         if self.next == "(" and len(name) == 1 and name in "fghFGHPQ":
-            return self.applied(name)
+            return sympy.Function(name)(*self.arguments())
         return sympy.Symbol(name, real=True)
 
-    def applied(self, name: str) -> sympy.Expr:
+    def arguments(self) -> list[sympy.Expr]:
+        """What stands between the brackets after a function's name."""
         self.take("(")
         arguments = [self.sum()]
         while self.next == ",":
             self.take()
             arguments.append(self.sum())
         self.take(")")
-        return sympy.Function(name)(*arguments)
+        return arguments
 
     def task(self, name: str) -> sympy.Expr:
         r"""`\sum_{k=1}^{n} k` with its bounds as they are written."""
@@ -357,7 +358,7 @@ class _Parser:
             else:
                 exponent = self.exponent()
         if name not in _FUNCTIONS and name != "log":
-            return self.listed(name)
+            return _opaque(name, *self.arguments())
         value = self.operand()
         if exponent == -1 and name in _INVERSE:
             return _INVERSE[name](value)
@@ -366,15 +367,6 @@ class _Parser:
         else:
             result = _FUNCTIONS[name](value)
         return result if exponent is None else result**exponent
-
-    def listed(self, name: str) -> sympy.Expr:
-        self.take("(")
-        arguments = [self.sum()]
-        while self.next == ",":
-            self.take()
-            arguments.append(self.sum())
-        self.take(")")
-        return _opaque(name, *arguments)
 
     def operand(self) -> sympy.Expr:
         """What a function without brackets is applied to: the product up to a sign or another function."""
@@ -388,6 +380,4 @@ class _Parser:
             if self.kind == "number":
                 break
             value = value * self.power()
-        if self.next == "/" and value.is_number is False:
-            return value
         return value
