@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import Launcher
 
 from past_opsd import config
 from past_opsd.config import Recipe
@@ -96,3 +97,11 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no data folder at {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """`launch(size, *words)`: `past words...` or a script in processes of their own, forked from one that is warm."""
+    launcher = Launcher(tmp_path_factory.mktemp("launches"))
+    yield launcher
+    launcher.close()

@@ -40,15 +40,8 @@ class Launcher:
     def __init__(self, folder: Path):
         self._folder = folder
         self._count = 0
-        path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "PAST_LIFE": "off",
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": path,
-        }
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(), text=True
         )
 
     def __call__(self, size: int, *words: str, fault: dict[str, Any] | None = None) -> Ended:
@@ -58,7 +51,8 @@ class Launcher:
         self._count += 1
         log = self._folder / f"launch-{self._count}"
         log.mkdir()
-        order = {"size": size, "words": [str(w) for w in words], "fault": fault or {}, "log": str(log)}
+        order: dict[str, Any] = {"size": size, "words": [str(w) for w in words], "fault": fault or {}}
+        order |= {"log": str(log), "environment": _environment()}
         print(json.dumps(order), file=self._process.stdin, flush=True)
         answer = json.loads(self._process.stdout.readline())
         texts = [[(log / f"{rank}.{kind}").read_text() for rank in range(size)] for kind in ("out", "err")]
@@ -66,6 +60,13 @@ class Launcher:
 
     def close(self) -> None:
         self._process.communicate("")
+
+
+def _environment() -> dict[str, str]:
+    """The test's own, with what every launch has."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    own = {"OMP_NUM_THREADS": "1", "PAST_LIFE": "off", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
+    return os.environ | own
 
 
 def _serve() -> None:
@@ -123,7 +124,7 @@ def _fork(order: dict[str, Any], rank: int, port: int) -> int:
     try:
         size = str(order["size"])
         names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        os.environ |= names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= order["environment"] | names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         for number, kind in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{order['log']}/{rank}.{kind}", os.O_WRONLY | os.O_CREAT), number)
         from past_opsd import cli

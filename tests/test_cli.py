@@ -97,7 +97,7 @@ def test_eval_of_a_missing_adapter_is_told(capsys, tmp_path: Path):
     assert f"name one of its checkpoints, e.g. {tmp_path}/checkpoints/checkpoint-00002" in err
 
 
-def test_demo_prints_the_table_and_repeats_digit_for_digit(capsys, tmp_path: Path):
+def test_demo_prints_the_table_and_repeats_digit_for_digit(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     arguments = ["demo", "--out", tmp_path / "demo", "--seeds", "17", *SETS, "--set", "run.cycles=1"]
     arguments += ["--set", "evaluation.at=[0.0, 1.0]"]
     tables = []
@@ -106,6 +106,10 @@ def test_demo_prints_the_table_and_repeats_digit_for_digit(capsys, tmp_path: Pat
         assert code == 0
         rows = [line.strip() for line in out.splitlines()]
         tables.append([line for line in rows if line.startswith(("Base ", "Vanilla OPSD  ", "PAST  "))])
+        # Once is enough for what comes after the table.
+        assert (tmp_path / "demo" / "report" / "index.html").exists() == (len(tables) == 1)
+        monkeypatch.setattr("past_opsd.demo.look_into", lambda run: [])
+        monkeypatch.setattr("past_opsd.report.write", lambda runs, out: out)
     assert len(tables[0]) == 3
     assert tables[0] == tables[1]
     assert all(re.search(r"\d+\.\d \[\d+\.\d, \d+\.\d\]", line) for line in tables[0])

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -36,13 +35,6 @@ TINY = [*RUN, "rollout.problems_per_cycle=2"]
 def words(folder: Path, settings: list[str], *more: str) -> list[str]:
     options = [word for setting in settings for word in ("--set", setting)]
     return ["train", "embedded/past", *options, "--out", str(folder), *more]
-
-
-@pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    launcher = Launcher(tmp_path_factory.mktemp("launches"))
-    yield launcher
-    launcher.close()
 
 
 @pytest.fixture(scope="module")

@@ -327,7 +327,7 @@ def test_a_link_with_the_name_that_a_page_once_was_written_to_is_not_followed(
     (trapped / name).unlink()
     (trapped / name).symlink_to(trapped / "recipe.toml")
     recipe = (trapped / "recipe.toml").read_bytes()
-    assert cli.main(["report", str(trapped), "--trajectories", "0", "--figures"]) == 0
+    assert cli.main(["report", str(trapped), "--trajectories", "0"]) == 0
     assert (trapped / "report" / "index.html").read_text().startswith("<!doctype html>")
     assert (trapped / "recipe.toml").read_bytes() == recipe
 

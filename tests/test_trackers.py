@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from conftest import SMALL, Quiet
+from ranks import Launcher
 
 from past_opsd.cli import main
 from past_opsd.config import Recipe
@@ -190,14 +190,15 @@ with Displays(Console(), open_trackers(names, folder, recipe)) as shown:
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory, small_recipe) -> tuple[Recipe, Path, dict[str, list[int]]]:
+def resumed(
+    tmp_path_factory: pytest.TempPathFactory, small_recipe, launch: Launcher
+) -> tuple[Recipe, Path, dict[str, list[int]]]:
     """A run with every tracker at once, killed for good behind a boundary and resumed; the steps found in between."""
     folder = tmp_path_factory.mktemp("resumed") / "run"
-    command = [sys.executable, "-c", DRIVER, str(folder), ",".join(INSTALLED), *SETTINGS]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with (folder.parent / "errors").open("w") as errors:  # no pipe: wandb's own process would hold its end
-        killed = subprocess.run(command, env=environment, stdout=errors, stderr=errors, timeout=300)
-    assert killed.returncode == -signal.SIGKILL, (folder.parent / "errors").read_text()
+    driver = folder.parent / "driver.py"
+    driver.write_text(DRIVER)
+    killed = launch(1, str(driver), str(folder), ",".join(INSTALLED), *SETTINGS)
+    assert killed.codes == [-signal.SIGKILL], killed.err
     between = {name: sorted(read(name, folder)[0]) for name in INSTALLED if name != "wandb"}
     identity = (folder / STATE).read_text()
     recipe = small_recipe("embedded/past", *SETTINGS)

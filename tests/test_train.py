@@ -5,13 +5,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 from conftest import SMALL, Quiet
+from ranks import Launcher
 
 from past_opsd import checkpoint, config
 from past_opsd.train import differences, train
@@ -76,13 +75,12 @@ POINTS = [(2, p) for p in PHASES] + [(1, "distill"), (2, "evaluate"), (1, "check
 
 @pytest.mark.parametrize(("cycle", "phase"), POINTS)
 def test_sigkill_and_resume_give_the_bits_of_an_unbroken_run(
-    unbroken: Path, tmp_path: Path, small_recipe, quiet: Quiet, cycle: int, phase: str
+    unbroken: Path, tmp_path: Path, small_recipe, quiet: Quiet, launch: Launcher, cycle: int, phase: str
 ):
-    folder = tmp_path / "run"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", DRIVER, str(folder), str(cycle), phase, *KILLED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    folder, driver = tmp_path / "run", tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    ended = launch(1, str(driver), str(folder), str(cycle), phase, *KILLED)
+    assert ended.codes == [-signal.SIGKILL], ended.err
     reached = checkpoint.steps(folder)[-1]
     assert reached == (2 if cycle == 2 or phase == "checkpointed" else 0)
     outcome = train(small_recipe("embedded/past", *KILLED), folder, True, quiet)
