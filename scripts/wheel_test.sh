@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 repository=$PWD
 work=$(mktemp -d)
 trap '[ -z "${watch:-}" ] || kill "$watch"; rm -rf "$work"' EXIT
-pip_() { "$1/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "${@:2}"; }
+pip_() { "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt "${@:2}"; }
 
 "${PYTHON:-python3}" -m venv "$work/build"
 pip_ "$work/build" build
