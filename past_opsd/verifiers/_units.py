@@ -230,6 +230,11 @@ def _is_plural(low: str) -> bool:
     return len(low) > 3 and _singular(low) != low and not low.endswith(("us", "is", "'s"))
 
 
+def is_power(word: str) -> bool:
+    """Does it make an area or a volume of the unit after it?"""
+    return word.lower() in ("square", "sq", "cubic", "cu")
+
+
 def is_letter(word: str) -> bool:
     """Could a single letter be a unit's sign?"""
     return word in _LETTERS

@@ -196,6 +196,7 @@ _DATE = re.compile(
     r"(?:,? (\d{4}))?",
     re.IGNORECASE,
 )
+_OUTWARD = re.compile(r"\s*([\[\]])([^\[\]]*)([\[\]])\s*", re.DOTALL)
 _LAST_STEP = re.compile(r"\\(?:Rightarrow|implies|Longrightarrow|therefore|iff|Leftrightarrow)(?![a-zA-Z])")
 
 
@@ -322,6 +323,14 @@ def _condition(text: str) -> Value:
         return Word(squeeze(text))
 
 
+def _outward(text: str) -> Value | None:
+    """`]0, 1[`, alone or in a union: an end whose bracket faces away is open."""
+    parts = [_OUTWARD.fullmatch(part) for part in re.split(r"\\cup(?![a-zA-Z])", text)]
+    pieces = ["[("[m[1] == "]"] + m[2] + "])"[m[3] == "["] for m in parts if m is not None]
+    changed = text.startswith("]") or text.endswith("[")
+    return parse(r"\cup ".join(pieces)) if changed and len(pieces) == len(parts) else None
+
+
 def _either(text: str) -> Value | None:
     r"""Parts joined by `or` or `and`: regions are united or intersected, everything else is a list."""
     for sign in (r"\lor", r"\land"):
@@ -410,7 +419,8 @@ def _listed(values: list[Value]) -> Value:
         inner = tuple(v.value for v in flat if isinstance(v, Equation) and v.value is not None)
         if len(set(names)) == len(names) and len(bases) == len(names):
             return Items(inner, names=tuple(names))
-        return Items(inner) if len(bases) == 1 else Items(tuple(flat))
+        # Several values of one name are its set of values: `x = 3 or x = -2` is no point (3, -2).
+        return Items(inner, "{}") if len(bases) == 1 else Items(tuple(flat))
     if len(names) == 1 and isinstance(flat[0], Equation) and flat[0].value is not None:
         flat[0] = flat[0].value
     return Items(tuple(flat))
@@ -708,16 +718,25 @@ def _without_unit(text: str) -> tuple[str, str, bool, bool]:
         elif found := _TAIL_WORDS.fullmatch(text):
             said = re.findall(r"[A-Za-z]+", found["words"])
             single = len(said) == 1 and len(said[0]) == 1
-            if single and _units.is_letter(said[0]) and re.search(r"\s" + said[0] + "$", text):
+            power = found[found.re.groups]
+            if single and _units.is_letter(said[0]) and text.removesuffix(power).endswith(" " + said[0]):
                 loose = True
-            elif single or not all(map(_bare_unit, said)) or _units.changes(said):
+            elif single or not _bare_units(said) or _units.changes(said):
                 break
-            unit = found["words"] + found[found.re.groups]
+            unit = found["words"] + power
         else:
             break
         text, units = found["head"].rstrip(" /"), [unit, *units]
     odd = bool(units) and _is_odd(" ".join(units), text)
     return text, _units.canonical(" ".join(units)), loose, odd
+
+
+def _bare_units(said: list[str]) -> bool:
+    """Are these words units that need no quoting? A single letter is one only of an area or a volume: `sq m`."""
+    return all(
+        _bare_unit(word) or (_units.is_letter(word) and _units.is_power(before))
+        for before, word in zip(["", *said], said, strict=False)
+    )
 
 
 def _bare_unit(word: str) -> bool:
@@ -769,6 +788,7 @@ _READERS = (
     _environment,
     _congruence,
     _compound,
+    _outward,
     _either,
     _list,
     _relation,
