@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import past_opsd
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "past_opsd"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -83,3 +85,20 @@ def test_every_data_file_is_shipped():
     shipped = {path for pattern in settings for path in PACKAGE.glob(pattern) if path.is_file()}
     there = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert there - shipped == set()
+
+
+def test_version_notes_and_citation_agree():
+    notes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## {re.escape(past_opsd.__version__)}\b", notes, re.MULTILINE)
+    assert f"version: {past_opsd.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_images_copy_files_that_are_there_and_install_extras_that_exist():
+    for file in sorted((ROOT / "docker").iterdir()):
+        text = file.read_text()
+        copied = [word for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for word in line.split()]
+        assert copied
+        assert all((ROOT / word).exists() for word in copied), file
+        assert all(f"!{word}\n" in (ROOT / ".dockerignore").read_text() for word in copied), file
+        assert text.count("--constraint constraints.txt") == text.count("pip install")
+        assert {extra for found in re.findall(r"\.\[([a-z,]+)\]", text) for extra in found.split(",")} <= set(EXTRAS)
