@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-portable test-vllm wheel-test triton chaos check format bench clean
+.PHONY: demo test test-portable test-vllm wheel-test triton chaos docs check format bench clean
 
 demo: $(READY)
 	$(BIN)/past demo
@@ -46,6 +46,15 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# The documentation as a site in build/site, every link checked; `$(VENV)-docs/bin/mkdocs serve` shows it while one writes.
+docs: $(VENV)-docs/.ready
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet
+
+$(VENV)-docs/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt mkdocs-material 'mkdocstrings[python]'
+	touch $@
+
 $(VENV)-bench/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-bench
 	$(VENV)-bench/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
@@ -78,4 +87,4 @@ $(VENV)-vllm/.ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-bench $(VENV)-vllm build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-bench $(VENV)-docs $(VENV)-vllm build *.egg-info .pytest_cache .ruff_cache .hypothesis

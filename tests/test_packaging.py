@@ -16,7 +16,7 @@ import past_opsd
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "past_opsd"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NOT_FOR_USERS = ("dev", "bench")
+NOT_FOR_USERS = ("dev", "bench", "docs")
 
 # Imported by nothing but code that has looked whether the extra is there.
 ONLY_WITH = {"fused_triton.py": "triton", "engines/vllm_logits.py": "vllm", "verifiers/_gym.py": "tasks"}
