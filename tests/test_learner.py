@@ -76,7 +76,7 @@ def test_row_weights_are_the_papers_one_over_length():
 
 def test_micro_batches_respect_the_budget_and_cut_nothing():
     paths = [Path(View("teacher", (0,) * n), (1,) * n) for n in (3, 9, 1, 5, 7, 2, 40)]
-    batches = list(micro_batches(bundle(paths, 30, share=True), 30))
+    batches = list(micro_batches(bundle(paths, 30, merge=True), 30))
     assert sorted(len(p.tokens) for batch in batches for b in batch for p in b.paths) == [1, 2, 3, 5, 7, 9, 40]
     assert all(len(batch) == 1 or len(batch) * max(b.width for b in batch) <= 30 for batch in batches)
 
@@ -84,11 +84,11 @@ def test_micro_batches_respect_the_budget_and_cut_nothing():
 def test_bundles_stay_within_the_budget_and_lose_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packing, "WORTH", 1)
     paths = [Path(View("teacher", (0,) * 20), (1,) * n) for n in (3, 9, 1, 5, 7, 2, 4)]
-    made = bundle(paths, 32, share=True)
+    made = bundle(paths, 32, merge=True)
     assert sorted(len(p.tokens) for b in made for p in b.paths) == [1, 2, 3, 4, 5, 7, 9]
     assert 1 < len(made) < len(paths)
     assert all(b.width <= 32 for b in made)
-    assert all(len(b.paths) == 1 for b in bundle(paths, 32, share=False))
+    assert all(len(b.paths) == 1 for b in bundle(paths, 32, merge=False))
 
 
 def test_prompts_that_begin_alike_share_a_row_unless_their_own_rows_save_more(monkeypatch: pytest.MonkeyPatch):
@@ -96,7 +96,7 @@ def test_prompts_that_begin_alike_share_a_row_unless_their_own_rows_save_more(mo
     begin, a, b, other = (0,) * 20, (1,) * 6, (2,) * 6, (3,) * 20
 
     def rows(*prompts: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
-        made = bundle([Path(View("teacher", p), (9, 9)) for p in prompts], 1000, share=True)
+        made = bundle([Path(View("teacher", p), (9, 9)) for p in prompts], 1000, merge=True)
         return [[path.live.prompt for path in item.paths] for item in made]
 
     assert rows(begin + a, other, begin + b) == [[begin + a, begin + b], [other]]
@@ -111,9 +111,9 @@ def test_a_frozen_forward_has_the_rows_of_the_live_one():
     alone = Path(View("teacher", HINT), (6, 7), [(t, 1.0) for t in terms])
     other = Path(View("teacher", HINT), (8,), [(terms[0], 1.0)])
     assert Bundle([alone]).frozen == {"student": [[(read[0], (6, 7))], [(read[1], (6, 7))]]}
-    assert (Bundle([alone]).rows, Bundle([alone]).width) == (2, 7)
+    assert (Bundle([alone]).height, Bundle([alone]).width) == (2, 7)
     assert Bundle([alone, other]).frozen == {"student": [[(read[0], (6, 7)), (read[1], (6, 7)), (read[0], (8,))]]}
-    assert Bundle([alone, other]).rows == 1
+    assert Bundle([alone, other]).height == 1
 
 
 def branching_terms() -> list[Term]:
@@ -145,7 +145,7 @@ def test_rows_are_shared_only_where_every_network_can(small_recipe, monkeypatch:
     with session(small_recipe("embedded/opd")) as parts:
         for able in (True, False):
             parts.model.expert.__dict__["shares_prompts"] = able
-            ((batch,),) = parts.learner._plans(terms)
+            ((batch,),) = parts.learner._plan(terms)
             assert [len(item.paths) for item in batch] == ([2] if able else [1, 1])
 
 

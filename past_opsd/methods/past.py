@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from past_opsd.config import RolloutSection, Section
-from past_opsd.losses import GeneralizedJSD, Match, MatchPlusCE, Reinforce, SampledToken, Stay, TopK
+from past_opsd.losses import GeneralizedJSD, Imitate, Loss, Match, Reinforce, SampledToken, Stay, TopK
 from past_opsd.methods import Method, distill
 from past_opsd.prompts import Prompts
 from past_opsd.sampling import Controller, ControllerOptions, Draw, Draws, adaptive, fixed
@@ -104,13 +105,13 @@ class Past(Method):
         """[eq:teacher-active-branch-loss]: examples within a branch first, then the active branches."""
         if not self._o.train_teacher:
             return []
-        correct = mean([self._keep(a)] for a in batch.correct) if self._o.branches != "failed" else []
+        correct = mean(self._keep(a) for a in batch.correct) if self._o.branches != "failed" else []
         failed = mean(self._improve(g) for g in groups if g.active) if self._o.branches != "correct" else []
         return mean([correct, failed])
 
-    def _keep(self, attempt: Attempt) -> Term:
+    def _keep(self, attempt: Attempt) -> list[Term]:
         """[eq:correct-teacher-loss]: keep the frozen student's distribution on its own correct trajectory."""
-        return Term(
+        term = Term(
             "correct",
             live=self.teacher_view(attempt),
             frozen=attempt.view,
@@ -118,6 +119,7 @@ class Past(Method):
             loss=self._matching(self._o.tau if self._o.clip_correct else math.inf),
             temperature=self._o.temperature,
         )
+        return self._with_ce(term)
 
     def _improve(self, group: Group) -> list[Term]:
         """[eq:failed-teacher-loss]: seek verified success, stay close to the student on successful paths."""
@@ -154,20 +156,26 @@ class Past(Method):
 
     def student_terms(self, batch: Batch) -> list[Term]:
         """[eq:student-projection-objective] on every original trajectory, correct and failed."""
-        return mean([self._distill(a)] for a in batch.attempts)
+        return mean(self._distill(a) for a in batch.attempts)
 
-    def _distill(self, attempt: Attempt) -> Term:
-        return distill(attempt, self.teacher_view(attempt), self._matching(self._o.tau), self._o.temperature)
+    def _distill(self, attempt: Attempt) -> list[Term]:
+        loss = self._matching(self._o.tau)
+        return self._with_ce(distill(attempt, self.teacher_view(attempt), loss, self._o.temperature))
 
-    def _matching(self, tau: float) -> Any:
+    def _with_ce(self, term: Term) -> list[Term]:
+        """The term, and in the ablation "KL + CE" the scaled cross-entropy of its tokens."""
+        if self._o.objective != "kl_ce":
+            return [term]
+        ce = replace(term, name=f"{term.name}/ce", frozen=None, loss=Imitate())
+        return [term, *scale(self._o.ce_weight, [ce])]
+
+    def _matching(self, tau: float) -> Loss:
         """The distribution objective, [eq:pointwise-clipped-divergence] unless an ablation chose another."""
         match self._o.objective:
-            case "kl":
+            case "kl" | "kl_ce":
                 return Match(tau)
             case "jsd":
                 return GeneralizedJSD(self._o.jsd_beta, tau)
-            case "kl_ce":
-                return MatchPlusCE(tau, self._o.ce_weight)
             case "top_k":
                 return TopK(self._o.top_k, self._o.top_k_tail, tau)
             case "sampled_token":
