@@ -158,7 +158,8 @@ def whole(run: Path) -> tuple[list[int], list[str]]:
 
 
 def _compare(saved: Any, parts: Session, path: Path) -> list[str]:
-    changes = differences(saved, parts.identity)
+    former = tuple(f"recipe.{key}: " for key in config.former(parts.recipe))
+    changes = [line for line in differences(saved, parts.identity) if not line.startswith(former)]
     bad = [line for line in changes if line.startswith(tuple(f"{key}:" for key in _ESSENTIAL))]
     if bad:
         lines = "\n".join(f"  {line}" for line in bad)

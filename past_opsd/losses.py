@@ -458,7 +458,8 @@ class TopK(Loss):
             raise PastError(f"TopK: k is {self.k}; it must be at least 1")
 
     def __call__(self, live_logp: Tensor, frozen_logp: Tensor | None, tokens: Tensor) -> Tensor:
-        return _clipped_kl(*self._views(live_logp, _frozen(self, frozen_logp)), self.tau)
+        p, q = self._views(live_logp, _frozen(self, frozen_logp))
+        return _clipped_kl(p, q, self.tau)
 
     def diagnostics(self, live_logp: Tensor, frozen_logp: Tensor | None, tokens: Tensor) -> dict[str, Tensor]:
         p, q = self._views(live_logp, _frozen(self, frozen_logp))  # [T, k], or [T, k + 1]

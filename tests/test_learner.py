@@ -9,7 +9,17 @@ from rounding import assert_rounding, follow
 from past_opsd import packing
 from past_opsd.config import OptimizerSection
 from past_opsd.learner import Bundle, NonFiniteError, Path, bundle, gather_paths, learning_rate, micro_batches
-from past_opsd.losses import Imitate, Match, Reinforce, Stay
+from past_opsd.losses import (
+    GeneralizedJSD,
+    Imitate,
+    Match,
+    MixedTopK,
+    ModulatedReinforce,
+    Reinforce,
+    SampledToken,
+    Stay,
+    TopK,
+)
 from past_opsd.train import Session, session
 from past_opsd.types import PastError, Term, View
 
@@ -249,6 +259,78 @@ def test_diagnostics_of_the_appendix_are_there(past: Session):
     assert metrics["teacher/correct/loss"] <= metrics["teacher/correct/kl"] + 1e-6
     removed = metrics["teacher/correct/kl"] - metrics["teacher/correct/loss"]
     assert metrics["teacher/correct/removed_mass"] == pytest.approx(removed, abs=1e-5)
+
+
+def logged(parts: Session, terms: list[Term]) -> dict[str, float]:
+    """What a step on these terms would log, without the step."""
+    try:
+        with parts.model.training("teacher"):
+            return parts.learner._accumulate("teacher", terms).summary()
+    finally:
+        parts.learner.optimizers["teacher"].zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        GeneralizedJSD(0.5, 1e-3),
+        TopK(3, tau=1e-3),
+        MixedTopK(3),
+        SampledToken(),
+        ModulatedReinforce(1.5, width=1e-3),
+        lambda live_logp, frozen_logp, tokens: (live_logp - frozen_logp).square().sum(-1),
+    ],
+)
+def test_every_objective_logs_the_kl_and_its_clip(past: Session, loss):
+    """The KL of a step is the one that `Match` logs on the same views."""
+    stir(past)
+    match = logged(past, [term("match", (6, 7, 8), Match())])
+    found = logged(past, [term("own", (6, 7, 8), loss)])
+    for key in ("kl", "kl_q50", "kl_max", "kl@00", "kl@02"):
+        assert found[f"own/{key}"] == pytest.approx(match[f"match/{key}"], rel=1e-4), key
+    clips = isinstance(loss, GeneralizedJSD | TopK | ModulatedReinforce)
+    assert (found["own/clip_fraction"] > 0) is clips
+    assert (found["own/removed_mass"] > 0) is clips
+
+
+def test_a_policy_gradient_without_a_frozen_view_clips_nothing(past: Session):
+    stir(past)
+    found = logged(past, [term("own", (6, 7), Reinforce(1.5), frozen=False)])
+    assert (found["own/clip_fraction"], found["own/removed_mass"]) == (0.0, 0.0)
+    assert "own/kl" not in found
+
+
+@pytest.mark.parametrize("reduction", ["sequence", "token"])
+@pytest.mark.parametrize("implementation", ["fused", "chunked"])
+def test_two_terms_of_one_objective_are_its_sum(small_recipe, reduction: str, implementation: str):
+    """KL + CE as two terms: the gradient of one loss that adds them, and its value in the log."""
+
+    def both(live_logp, frozen_logp, tokens):
+        return Match(0.05)(live_logp, frozen_logp, tokens) + 0.25 * Imitate()(live_logp, None, tokens)
+
+    paths = [((6, 7, 8), 0.7), ((4,), 0.3)]
+    whole = [term("d", tokens, both, weight=weight) for tokens, weight in paths]
+    apart = [
+        made
+        for tokens, weight in paths
+        for made in (
+            term("d", tokens, Match(0.05), weight=weight),
+            term("d/ce", tokens, Imitate(), frozen=False, weight=0.25 * weight),
+        )
+    ]
+    overrides = [f"learner.reduction='{reduction}'", f"learner.implementation='{implementation}'"]
+    with session(small_recipe("embedded/past", *overrides)) as parts:
+        stir(parts)
+        (value, gradient), (other_value, other) = (parts.learner.gradient("teacher", t) for t in (whole, apart))
+        assert_rounding(other, gradient, float(gradient.abs().max()))
+        assert other_value == pytest.approx(value, rel=1e-5)
+        logs = [logged(parts, t) for t in (whole, apart)]
+    for key in ("d/loss", "d/objective", "d/kl", "d/entropy"):
+        assert logs[1][key] == pytest.approx(logs[0][key], rel=1e-4), key
+    assert logs[1]["d/clip_fraction"] > 0
+    nll = (logs[1]["d/loss"] - (logs[1]["d/kl"] - logs[1]["d/removed_mass"])) / 0.25
+    assert logs[1]["d/ce/loss"] == pytest.approx(nll, rel=1e-4)
+    assert "d/ce/objective" not in logs[1]
 
 
 def test_alignment_is_one_without_clipping_and_negative_when_the_clip_takes_the_push(past: Session):

@@ -118,3 +118,15 @@ def test_a_shared_row_is_exact_or_not_used(tmp_path: Path, name: str, attention:
     parts = [(40, [8, 13, 5, 29]), (5, [8]), (0, [13, 43])]
     assert calls == ([parts] * 2 if attention == "sdpa" and name != "gemma3" else [])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("heights", [None, [1, 2, 1, 3, 1, 1]])
+def test_batches_respect_the_budget_in_order_of_width(heights: list[int] | None):
+    widths = [7, 3, 40, 2, 3, 9]
+    made = list(packing.batches(widths, 30, heights))
+    assert sorted(i for batch in made for i in batch) == list(range(len(widths)))
+    assert [widths[i] for batch in made for i in batch] == sorted(widths)
+    for batch in made:
+        rows = len(batch) if heights is None else sum(heights[i] for i in batch)
+        assert len(batch) == 1 or max(widths[i] for i in batch) * rows <= 30
+    assert list(packing.batches([], 30)) == []

@@ -447,7 +447,6 @@ HERE = {  # what an honoured field changes in the recipe
     "vllm_gpu_memory_utilization": (0.5, "engine.gpu_memory_utilization", 0.5),
     "vllm_max_model_length": (50, "engine.max_model_len", 50),
     "vllm_tensor_parallel_size": (2, "engine.arguments", {"tensor_parallel_size": 2}),
-    "epsilon": (0.5, "method.epsilon", 0.5),
     "loss_type": ("dapo", "learner.reduction", "token"),
 }
 TOGETHER = {  # what must be set too for a field to mean something

@@ -31,6 +31,8 @@ from past_opsd.types import Attempt, Batch, Group, Term, View, group_advantages,
 class Options(Section):
     """PAST, with the paper's ablations as options."""
 
+    former = ("epsilon",)
+
     trajectory: bool = Field(True, description="the teacher reads the student's complete response")
     train_teacher: bool = Field(True, description="adapt the teacher; off keeps the initial weights")
     branches: Literal["both", "correct", "failed"] = Field("both", description="branches that adapt the teacher")
@@ -45,7 +47,6 @@ class Options(Section):
     top_k: int = Field(100, ge=1, description="entries kept in 'top_k'")
     top_k_tail: bool = Field(False, description="'top_k' keeps the rest of the mass as one bucket")
     beta_kl: float = Field(0.05, ge=0, description="weight of the failed-path KL to the student")
-    epsilon: float = Field(0.2, gt=0, description="GRPO's ratio clip; with one step per snapshot the ratio is 1")
     advantage_eps: float = Field(1e-4, ge=0, description="added to the group's standard deviation")
     temperature: float = Field(1.0, gt=0, description="both views' logits are divided by this in matching and KL")
     sampler: Literal["adaptive", "fixed"] = Field("adaptive", description="how the failed branch draws continuations")
@@ -136,7 +137,7 @@ class Past(Method):
                     live=c.view,
                     frozen=None,
                     tokens=c.response.tokens,
-                    loss=Reinforce(advantage, self._o.epsilon),
+                    loss=Reinforce(advantage),
                     temperature=self._teacher_temperature,
                 )
             ]

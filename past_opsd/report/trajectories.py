@@ -309,8 +309,8 @@ def _objective(method: Method, attempt: Attempt, teacher: View) -> tuple[float, 
     """The temperature and the clipped loss with which the method sets this teacher over the attempt."""
     for term in method.student_terms(route([attempt], [attempt.problem])):
         if term.frozen == teacher and term.live == attempt.view:
-            clips = isinstance(term.loss, Divergence) and math.isfinite(term.loss.tau)
-            return term.temperature, term.loss if clips else None
+            loss = term.loss
+            return term.temperature, loss if isinstance(loss, Divergence) and math.isfinite(loss.tau) else None
     return 1.0, None
 
 
