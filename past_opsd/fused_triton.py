@@ -197,10 +197,10 @@ def _log1p(y):
 def _entries(q, p, log_ratio, KIND: tl.constexpr, BETA: tl.constexpr):
     """A divergence's c and b = q dc/dq, as the loss's `entries` gives them, and with probabilities of 0."""
     if KIND == _MATCH or BETA == 0.0:
-        c = tl.where(p > 0, p * log_ratio, 0.0)
+        c = tl.where(p == 0, 0.0, p * log_ratio)  # a NaN stays
         b = -p
     elif KIND == _STAY or BETA == 1.0:
-        c = tl.where(q > 0, -q * log_ratio, 0.0)
+        c = tl.where(q == 0, 0.0, -q * log_ratio)
         b = c + q
     else:
         # log(M/q) = log(1 + beta (p/q - 1)). A bound binds only where the probability it falsifies is 0 or e^-80.
@@ -343,7 +343,7 @@ def kernel(
             q, p, log_ratio = _probabilities(live, frozen, columns, V, TEMPERATURE, FLOAT)
             gradient = slope * (tl.where(columns == token, 1.0, 0.0) - q)
             if MEASURED:
-                kl += tl.sum(tl.where(p > 0, p * log_ratio, 0.0), 0)
+                kl += tl.sum(tl.where(p == 0, 0.0, p * log_ratio), 0)
             added = ()
             for i in tl.static_range(len(JOBS)):
                 dot, square_clipped, square = norms[i]  # pyright: ignore[reportAssignmentType]

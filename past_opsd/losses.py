@@ -87,9 +87,12 @@ class Loss:
         `kl` is the unclipped KL(frozen || live) over the full vocabulary, `clipped` the fraction of the loss's entries
         that its clip holds, and `removed` what the clip takes off its value.
         """
-        nothing = live_logp.new_zeros(len(live_logp))
-        found = {"clipped": nothing, "removed": nothing.clone()}
+        found = self.clip(live_logp, frozen_logp, tokens)
         return found if frozen_logp is None else {"kl": _clipped_kl(frozen_logp, live_logp, math.inf), **found}
+
+    def clip(self, live_logp: Tensor, frozen_logp: Tensor | None, tokens: Tensor) -> dict[str, Tensor]:
+        """`clipped` and `removed`."""
+        return {name: live_logp.new_zeros(len(live_logp)) for name in ("clipped", "removed")}
 
     def add_gradient(self, block: Block, weight: Tensor, out: Tensor, found: dict[str, Tensor]) -> Tensor:
         """Add `weight` [n, 1] times the gradient with respect to the live logits to `out` [n, V]; return the values.
@@ -104,7 +107,8 @@ class Loss:
             (grad,) = torch.autograd.grad(value.sum(), live_logp)
         out.add_(grad.sub_(block.q * grad.sum(-1, keepdim=True)).mul_(weight))
         if found:
-            fill(found, self.diagnostics(block.live_logp, frozen_logp, block.tokens))
+            kl = {"kl": block.kl} if "kl" in found else {}
+            fill(found, self.clip(block.live_logp, frozen_logp, block.tokens) | kl)
         return value.detach()
 
     @property
@@ -219,11 +223,10 @@ class OnToken(Loss):
             found["kl"].copy_(block.kl)
         return value
 
-    def diagnostics(self, live_logp: Tensor, frozen_logp: Tensor | None, tokens: Tensor) -> dict[str, Tensor]:
+    def clip(self, live_logp: Tensor, frozen_logp: Tensor | None, tokens: Tensor) -> dict[str, Tensor]:
         frozen = None if frozen_logp is None else at_tokens(frozen_logp, tokens)
         removed = self.removed(at_tokens(live_logp, tokens), frozen)
-        clip = {"clipped": (removed > 0).to(removed.dtype), "removed": removed}
-        return super().diagnostics(live_logp, frozen_logp, tokens) | clip
+        return {"clipped": (removed > 0).to(removed.dtype), "removed": removed}
 
 
 @dataclass(frozen=True)
@@ -461,14 +464,15 @@ class TopK(Loss):
         p, q = self._views(live_logp, _frozen(self, frozen_logp))
         return _clipped_kl(p, q, self.tau)
 
-    def diagnostics(self, live_logp: Tensor, frozen_logp: Tensor | None, tokens: Tensor) -> dict[str, Tensor]:
+    def clip(self, live_logp: Tensor, frozen_logp: Tensor | None, tokens: Tensor) -> dict[str, Tensor]:
+        if self.tau == math.inf:
+            return super().clip(live_logp, frozen_logp, tokens)
         p, q = self._views(live_logp, _frozen(self, frozen_logp))  # [T, k], or [T, k + 1]
         c = p.exp() * (p - q).masked_fill(p == -math.inf, 0.0)
-        clip = {
+        return {
             "clipped": (c >= self.tau).to(c.dtype).mean(-1),
             "removed": (c - self.tau).clamp(min=0).sum(-1),
         }
-        return super().diagnostics(live_logp, frozen_logp, tokens) | clip
 
     def _views(self, live_logp: Tensor, frozen_logp: Tensor) -> list[Tensor]:
         """Frozen and live log-probabilities of the entries kept."""

@@ -174,7 +174,7 @@ def test_a_key_that_changed_nothing_is_read_and_left_out(tmp_path: Path, name: s
     """A run of an older version has it in its recipe."""
     recipe = config.load(f"embedded/{name}")
     text = config.to_toml(recipe)
-    assert "epsilon" not in text
+    assert "\nepsilon" not in text
     (tmp_path / "recipe.toml").write_text(text.replace("[method]\n", "[method]\nepsilon = 0.2\n"))
-    assert config.load(tmp_path / "recipe.toml", imports=False) == recipe
+    assert config.dump(config.load(tmp_path / "recipe.toml", imports=False)) == config.dump(recipe)
     assert config.former(recipe) == {"method.epsilon"}
