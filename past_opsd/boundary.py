@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from past_opsd import checkpoint, config
+from past_opsd import checkpoint, config, packing
 from past_opsd.engines.vllm_backend import HOSTS, Options, unvouched
 from past_opsd.files import enclosed, write_text
 from past_opsd.lab import Work
@@ -158,7 +158,8 @@ def whole(run: Path) -> tuple[list[int], list[str]]:
 
 
 def _compare(saved: Any, parts: Session, path: Path) -> list[str]:
-    changes = differences(saved, parts.identity)
+    former = tuple(f"recipe.{key}: " for key in config.former(parts.recipe))
+    changes = [line for line in differences(saved, parts.identity) if not line.startswith(former)]
     bad = [line for line in changes if line.startswith(tuple(f"{key}:" for key in _ESSENTIAL))]
     if bad:
         lines = "\n".join(f"  {line}" for line in bad)
@@ -230,18 +231,6 @@ def stop_tokens(model: Model) -> set[int]:
     return {i for i in (*ids, model.tokenizer.eos_token_id) if i is not None}
 
 
-def batches(widths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Indices in order of width, cut so that the padded size of a batch stays within the budget."""
-    batch: list[int] = []
-    for i in sorted(range(len(widths)), key=lambda i: widths[i]):
-        if batch and widths[i] * (len(batch) + 1) > budget:
-            yield batch
-            batch = []
-        batch.append(i)
-    if batch:
-        yield batch
-
-
 @torch.no_grad()
 def along(
     at: Boundary,
@@ -256,7 +245,7 @@ def along(
     learner, model = at.parts.recipe.learner, at.parts.model
     widths = [max(len(v.prompt) for v in views) + len(tokens) for views, tokens in paths]
     out: list[Any] = [None] * len(paths)
-    for batch in batches(widths, learner.token_budget):
+    for batch in packing.batches(widths, learner.token_budget):
         lengths = [len(paths[i][1]) for i in batch]
         count = len(paths[batch[0]][0])
         states = [model.hidden([(paths[i][0][k], paths[i][1]) for i in batch]) for k in range(count)]
@@ -271,13 +260,7 @@ def _by_chunks(
 ) -> Tensor:
     rows = max(1, budget_bytes // (4 * len(model.head) * (len(states) + _COPIES)))
     chunks = zip(*(s.split(rows) for s in states), strict=True)
-    return torch.cat([measure([log_probs(model, s) for s in chunk]) for chunk in chunks], dim=1)
-
-
-def log_probs(model: Model, states: Tensor) -> Tensor:
-    """Hidden states [rows, H] to float32 log-probabilities [rows, V], at temperature 1."""
-    logits = torch.nn.functional.linear(states.to(model.head), model.head, model.head_bias)
-    return torch.log_softmax(logits.float(), dim=-1)
+    return torch.cat([measure([model.log_probs(s) for s in chunk]) for chunk in chunks], dim=1)
 
 
 @torch.no_grad()
@@ -286,10 +269,9 @@ def next_token(at: Boundary, views: Sequence[View]) -> np.ndarray:
     model = at.parts.model
     distinct = list(dict.fromkeys(views))
     out = np.empty((len(distinct), len(model.head)))
-    for batch in batches([len(v.prompt) for v in distinct], at.parts.recipe.learner.token_budget):
+    for batch in packing.batches([len(v.prompt) for v in distinct], at.parts.recipe.learner.token_budget):
         # The one token only marks the position that predicts it; it is not read.
         states = model.hidden([(distinct[i], (0,)) for i in batch])
-        logits = torch.nn.functional.linear(states.to(model.head), model.head, model.head_bias)
-        out[batch] = torch.softmax(logits.double(), dim=-1).cpu().numpy()
+        out[batch] = torch.softmax(model.logits(states).double(), dim=-1).cpu().numpy()
     index = {view: row for row, view in enumerate(distinct)}
     return out[[index[view] for view in views]]

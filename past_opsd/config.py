@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
@@ -41,6 +41,14 @@ class Section(BaseModel):
     """A table of a recipe: no unknown keys, no coercion between types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=True)
+
+    former: ClassVar[tuple[str, ...]] = ()
+    """Keys that recipes once had and that changed nothing: they are read, and left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former(cls, data: Any) -> Any:
+        return {k: v for k, v in data.items() if k not in cls.former} if isinstance(data, dict) else data
 
 
 @dataclass(frozen=True)
@@ -398,6 +406,11 @@ def _find(value: Any, place: Place, folder: Path) -> Any:
     if found or (place.surely and not prefix):
         return f"{prefix}{os.path.abspath(found[0] if found else folder / name)}{sign}{query}"
     return value
+
+
+def former(recipe: Recipe) -> set[str]:
+    """Keys that a run's own recipe may still have, and that changed nothing."""
+    return {f"{name}.{key}" for name, section in recipe if isinstance(section, Section) for key in section.former}
 
 
 def dump(recipe: BaseModel) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from past_opsd import attention, packing
+from past_opsd import attention, fused, packing
 from past_opsd.config import ModelSection
 from past_opsd.distributed import World
 from past_opsd.pretrained import Choice, hardware, load_network, load_tokenizer, resolve
@@ -118,7 +118,7 @@ class Network:
         """The head applied to the hidden states must be the model's own logits, or every loss would be wrong."""
         ids = torch.arange(1, 5, device=self.device)[None] % len(self.head)
         states = cast(Any, self.network).base_model(input_ids=ids, use_cache=False).last_hidden_state
-        ours = nn.functional.linear(self._scaled(states).to(self.head.device), self.head, self.head_bias).float()
+        ours = self.logits(self._scaled(states).to(self.head.device)).float()
         own = cast(Any, self.network)(input_ids=ids, use_cache=False).logits.to(ours.device).float()
         tolerance = 1e-3 if self.head.dtype == torch.float32 else 3e-2
         if ours.shape != own.shape or float((ours - own).abs().max()) > tolerance * float(own.abs().max()):
@@ -140,7 +140,15 @@ class Network:
         """The output projection's bias, where there is one."""
         return cast(Any, self.network).get_output_embeddings().bias
 
-    def states(self, paths: Sequence[packing.Pair], sizes: Sequence[int] = ()) -> Tensor:
+    def log_probs(self, states: Tensor, temperature: float = 1.0) -> Tensor:
+        """Final hidden states [T, H] to float32 log-probabilities [T, V]."""
+        return fused.log_probs(self.logits(states), temperature)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Final hidden states [T, H] to logits [T, V]."""
+        return fused.project(states, self.head, self.head_bias)
+
+    def states(self, paths: Sequence[packing.Read], sizes: Sequence[int] = ()) -> Tensor:
         """Final hidden states at the positions that predict each path's tokens, paths one after the other [sum T, H].
 
         Row t of a path is [eq:student-prefix-state]: it reads the prompt and y_<t and predicts y_t. Nothing is
@@ -162,8 +170,8 @@ class Network:
     def _shared_mask(self, packed: packing.Packed) -> Tensor:
         width = packed.ids.shape[1]
         if self.choice.attention != "eager":
-            return attention.SharedMask.of(packed.parts, width, self.device)
-        hidden = ~packing.dense(packed.parts, width).to(self.device)
+            return attention.SharedMask.of(packed.segments, width, self.device)
+        hidden = ~packing.dense(packed.segments, width).to(self.device)
         lowest = torch.finfo(self.head.dtype).min  # eager attention adds its mask to the scores
         return torch.zeros_like(hidden, dtype=self.head.dtype).masked_fill_(hidden, lowest)
 
@@ -420,7 +428,7 @@ class Model(Network):
             raise PastError(f"'{self.section.path}' names no longest context; set model.max_context")
         return min(limits)
 
-    def hidden(self, paths: Sequence[packing.Pair], sizes: Sequence[int] = ()) -> Tensor:
+    def hidden(self, paths: Sequence[packing.Read], sizes: Sequence[int] = ()) -> Tensor:
         """`states` under the views' adapter, of which there must be one."""
         adapters: set[Adapter] = {view.adapter for view, _ in paths}
         if len(adapters) != 1:

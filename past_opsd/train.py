@@ -415,6 +415,8 @@ def _continued(folder: Path, saved: Any, parts: Session, done: int) -> list[str]
     places = config.places(parts.recipe)
     for key, old, new in changes(saved, parts.identity):
         name = key.removeprefix("recipe.")
+        if name in config.former(parts.recipe):
+            continue
         told = f"{key}: {old!r} -> {new!r}"
         if name in places and all(isinstance(value, str) for value in (old, new)):
             notes.append(f"{name} is {new} now, not {old}; what is read there is the same")

@@ -157,7 +157,7 @@ def _plant(fault: dict[str, Any]) -> None:
     """Make this rank fail: 'kill', 'stop' and 'interrupt' are signals to itself at a phase of a cycle."""
     import torch
 
-    from past_opsd import learner, train, ui
+    from past_opsd import fused, learner, train, ui
     from past_opsd.model import Model
 
     kind = fault["kind"]
@@ -171,14 +171,14 @@ def _plant(fault: dict[str, Any]) -> None:
         train.Silent.phase = phase
         ui.TrainDisplay.phase = phase
     elif kind == "nan":
-        real = learner.fused.run
+        real = fused.run
 
         def run(*args: Any, **kwargs: Any) -> Any:
             result = real(*args, **kwargs)
             result.values[0][0] = torch.nan
             return result
 
-        learner.fused.run = run
+        fused.run = run
     elif kind == "bug":
 
         def gradient(*_: object) -> None:

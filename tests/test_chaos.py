@@ -14,7 +14,7 @@ import torch
 from conftest import Quiet
 from safetensors.torch import load_file, save_file
 
-from past_opsd import checkpoint, learner
+from past_opsd import checkpoint, fused
 from past_opsd.config import Recipe
 from past_opsd.train import Session, train
 from past_opsd.types import PastError
@@ -183,7 +183,7 @@ def test_nan_in_an_adapter_ends_the_run_and_costs_nothing(
 def test_nan_in_a_loss_ends_the_run_and_costs_nothing(
     unbroken: Path, tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ):
-    real, calls = learner.fused.run, iter(range(10**6))
+    real, calls = fused.run, iter(range(10**6))
 
     def poisoned(*args, **kwargs):
         result = real(*args, **kwargs)
@@ -192,7 +192,7 @@ def test_nan_in_a_loss_ends_the_run_and_costs_nothing(
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(learner.fused, "run", poisoned)
+        patch.setattr(fused, "run", poisoned)
         with pytest.raises(PastError, match="step stopped: 1 non-finite entries in the loss"):
             train(recipe, tmp_path / "run", False, Quiet())
     assert train(recipe, tmp_path / "run", True, Quiet()).finished

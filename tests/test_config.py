@@ -167,3 +167,14 @@ def test_a_place_that_is_not_given_has_its_default_or_is_missing(tmp_path: Path)
     path.write_text('extends = "embedded/past"\n[task]\nname = "dataset"\n')
     with pytest.raises(PastError, match=r"task\.train: is missing"):
         config.load(path)
+
+
+@pytest.mark.parametrize("name", ["past", "grpo", "h2sd"])
+def test_a_key_that_changed_nothing_is_read_and_left_out(tmp_path: Path, name: str):
+    """A run of an older version has it in its recipe."""
+    recipe = config.load(f"embedded/{name}")
+    text = config.to_toml(recipe)
+    assert "\nepsilon" not in text
+    (tmp_path / "recipe.toml").write_text(text.replace("[method]\n", "[method]\nepsilon = 0.2\n"))
+    assert config.dump(config.load(tmp_path / "recipe.toml", imports=False)) == config.dump(recipe)
+    assert config.former(recipe) == {"method.epsilon"}

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from past_opsd import checkpoint
 from past_opsd.distributed import World, balance
+from past_opsd.fused import Job, Result
 from past_opsd.lab import Work, share_out
 from past_opsd.learner import Log
 from past_opsd.losses import Match
@@ -230,10 +231,11 @@ def test_logs_of_ranks_add_up_to_the_log_of_one():
     pieces = []
     for lengths in ([3, 2], [4], [1, 5, 2]):
         n = sum(lengths)
-        names = ("entropy", "kl", "clipped", "removed", "dot", "norm_clipped", "norm_unclipped")
+        names = ("kl", "clipped", "removed", "dot", "norm_clipped", "norm_unclipped")
         rows = {name: torch.rand(n, generator=generator, dtype=torch.float64) for name in names}
-        values, weight = torch.rand(n, generator=generator), torch.rand(n, generator=generator)
-        pieces.append(("correct", Match(0.5), lengths, values, weight, rows))
+        values, weight, entropy = torch.rand(3, n, generator=generator)
+        result = Result(torch.empty(0), [values], {"entropy": entropy}, [rows])
+        pieces.append((lengths, {"correct": Job(Match(0.5), weight)}, result))
     whole, merged = Log(), Log()
     for piece in pieces:
         whole.add(*piece)

@@ -9,12 +9,13 @@ import pytest
 import torch
 from largest import Largest
 
-from past_opsd.fused import CLIP_ROWS, Job, run
+from past_opsd.fused import Job, run
 from past_opsd.losses import (
     GeneralizedJSD,
     Imitate,
+    Loss,
     Match,
-    MatchPlusCE,
+    MixedTopK,
     ModulatedReinforce,
     Reinforce,
     SampledToken,
@@ -29,13 +30,10 @@ LOSSES = [
     Match(),
     Match(0.05),
     Match(0.0),
-    Match(0.3, "token"),
     Stay(),
     Stay(0.05),
-    Stay(0.3, "token"),
     GeneralizedJSD(0.5),
     GeneralizedJSD(0.3, 0.02),
-    GeneralizedJSD(0.3, 0.1, "token"),
     GeneralizedJSD(0.0, 0.05),
     GeneralizedJSD(1.0),
     Reinforce(0.8),
@@ -46,7 +44,7 @@ LOSSES = [
     SampledToken(),
     TopK(5),
     TopK(5, tail=True, tau=0.1),
-    MatchPlusCE(0.05, 0.3),
+    MixedTopK(5),
 ]
 
 
@@ -116,49 +114,57 @@ def test_values_and_gradient_are_the_definition(implementation, loss):
     assert float((result.grad - grad).norm(dim=1).median()) < 0.05 * float(grad.norm(dim=1).max())
 
 
-@pytest.mark.parametrize(
-    "loss", [Match(), Match(0.05), Match(0.3, "token"), Stay(0.05), GeneralizedJSD(0.3, 0.02)], ids=repr
-)
+@pytest.mark.parametrize("loss", [*LOSSES, Own()], ids=lambda loss: repr(loss)[:40])
 def test_diagnostics_are_their_definition(loss):
+    """`Loss.diagnostics` is dense and by definition; gradients of clipped divergences are taken here by autograd."""
     live, frozen, head, bias, tokens, weight = problem(dtype=torch.float64)
     z = (live @ head.t() + bias).requires_grad_()
     live_logp, frozen_logp = torch.log_softmax(z, -1), torch.log_softmax(frozen @ head.t() + bias, -1)
-    (clipped,) = torch.autograd.grad(loss(live_logp, frozen_logp, tokens).sum(), z, retain_graph=True)
-    free = type(loss)(**{**vars(loss), "tau": math.inf})
-    kl = free(live_logp, frozen_logp, tokens)
-    (unclipped,) = torch.autograd.grad(kl.sum(), z)
     q, p = live_logp.detach().exp(), frozen_logp.exp()
-    if isinstance(loss, GeneralizedJSD):
-        m = loss.beta * p + (1 - loss.beta) * q
-        c = loss.beta * p * (p / m).log() + (1 - loss.beta) * q * (q / m).log()
-    else:
-        c = p * (p / q).log() if isinstance(loss, Match) else q * (q / p).log()
-    c = c if loss.mode == "entry" else c.sum(-1, keepdim=True)
-    want = {
-        "entropy": -(q * q.log()).sum(-1),
-        "token_logp": q.log()[torch.arange(T), tokens],
-        "kl": kl.detach(),
-        "clipped": (c >= loss.tau).double().mean(-1),
-        "removed": (c - loss.tau).clamp(min=0).sum(-1),
-        "dot": (clipped * unclipped).sum(-1),
-        "norm_clipped": clipped.norm(dim=-1),
-        "norm_unclipped": unclipped.norm(dim=-1),
-    }
-    if loss.tau < math.inf:
-        assert 0 < float(want["clipped"].mean()) < 1
+    frozen_logp = frozen_logp if Loss.of(loss).reads_frozen else None
+    want = Loss.of(loss).diagnostics(live_logp.detach(), frozen_logp, tokens)
+    if not isinstance(loss, Imitate):
+        forward = (p * (p / q).log()).sum(-1)
+        assert_same(want["kl"], (q * (q / p).log()).sum(-1) if isinstance(loss, Stay) else forward, 1e-9)
+    if isinstance(loss, Match | Stay | GeneralizedJSD):
+        value = loss(live_logp, frozen_logp, tokens)
+        (clipped,) = torch.autograd.grad(value.sum(), z, retain_graph=True)
+        whole = type(loss)(**{**vars(loss), "tau": math.inf})(live_logp, frozen_logp, tokens)
+        (unclipped,) = torch.autograd.grad(whole.sum(), z)
+        assert_same(want["removed"], (whole - value).detach(), 1e-9)
+        assert_same(want["dot"], (clipped * unclipped).sum(-1), 1e-9)
+        assert_same(want["norm_clipped"], clipped.norm(dim=-1), 1e-9)
+        assert_same(want["norm_unclipped"], unclipped.norm(dim=-1), 1e-9)
+        if loss.tau < math.inf:
+            assert 0 < float(want["clipped"].mean()) < 1
+    seen = {"entropy": -(q * q.log()).sum(-1), "token_logp": q.log()[torch.arange(T), tokens]}
     for implementation in ("reference", "chunked", "fused"):
-        rows = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight)]).rows
-        assert set(rows) == set(want)
-        for name, row in want.items():
-            assert_same(rows[name], row, 1e-9)
+        found = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight)])
+        for mine, theirs in ((found.live, seen), (found.diagnostics[0], want)):
+            assert set(mine) == set(theirs)
+            for name, row in theirs.items():
+                assert_same(mine[name], row, 1e-9)
     live, frozen, head, bias, tokens, weight = problem()
-    for implementation, tolerance in (("reference", 2e-5), ("chunked", 2e-5), ("fused", 2e-5), ("bf16", None)):
-        rows = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight)]).rows
-        for name, row in want.items():
-            if tolerance is None:
-                assert float((rows[name] - row).abs().median()) < 0.05 * max(float(row.abs().max()), 1e-3), name
+    for implementation in ("reference", "chunked", "fused", "bf16"):
+        result = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight)])
+        for name, row in (seen | want).items():
+            found = (result.live | result.diagnostics[0])[name]
+            if implementation == "bf16":
+                assert float((found - row).abs().median()) < 0.05 * max(float(row.abs().max()), 1e-3), name
             else:
-                assert_same(rows[name], row, tolerance)
+                assert_same(found, row, 2e-5)
+
+
+def test_two_losses_on_the_same_views_log_each_their_own():
+    live, frozen, head, bias, tokens, weight = problem(dtype=torch.float64)
+    losses = [Match(0.05), Stay(), SampledToken(), GeneralizedJSD(0.3, 0.02), TopK(5, tau=0.1)]
+    for implementation in ("reference", "chunked", "fused"):
+        together = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight) for loss in losses])
+        for loss, found in zip(losses, together.diagnostics, strict=True):
+            alone = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight)]).diagnostics[0]
+            assert set(found) == set(alone)
+            for name, row in alone.items():
+                assert_same(found[name], row, 1e-12)
 
 
 def mixture(weight):
@@ -174,7 +180,7 @@ def mixture(weight):
         Job(Reinforce(advantage), failed, frozen=False),
         Job(Stay(), paths),
         Job(TopK(4, tail=True), other),
-        Job(MatchPlusCE(0.05, 0.2), other),
+        Job(SampledToken(), other),
     ]
     order = torch.randperm(T, generator=torch.Generator().manual_seed(5))
     return [
@@ -189,7 +195,7 @@ def test_a_mixture_is_the_sum_of_its_jobs_on_their_rows(implementation):
     jobs = mixture(weight)
     found = run(implementation, live, frozen, head, bias, tokens, jobs, temperature=0.9)
     total = torch.zeros_like(live)
-    for job, value in zip(jobs, found.values, strict=True):
+    for job, value, rows in zip(jobs, found.values, found.diagnostics, strict=True):
         on = job.weight != 0
         loss = Reinforce(job.loss.advantage[on]) if isinstance(job.loss, Reinforce) else job.loss
         alone = run(
@@ -200,13 +206,17 @@ def test_a_mixture_is_the_sum_of_its_jobs_on_their_rows(implementation):
         tolerance = 2e-2 if implementation == "bf16" else 1e-5
         assert_same(value[on], alone.values[0], tolerance)
         assert (value[~on] == 0).all()
-        for name in set(alone.rows) & set(found.rows):
-            assert_same(found.rows[name][on], alone.rows[name], tolerance)
+        for name, row in alone.live.items():
+            assert_same(found.live[name][on], row, tolerance)
+        assert set(rows) == set(alone.diagnostics[0])
+        for name, row in alone.diagnostics[0].items():
+            assert_same(rows[name][on], row, tolerance)
+            assert (rows[name][~on] == 0).all()
     assert_same(found.grad, total, 2e-2 if implementation == "bf16" else 1e-5)
     idle = torch.stack([job.weight for job in jobs]).abs().sum(0) == 0
     assert idle.any()
     assert (found.grad[idle] == 0).all()
-    assert (found.rows["entropy"][idle] > 0).all()
+    assert (found.live["entropy"][idle] > 0).all()
 
 
 def test_reinforce_beside_stay_has_ratio_one_only_when_the_frozen_view_is_hidden():
@@ -235,8 +245,8 @@ def test_rows_are_independent(implementation):
     tolerance = 2e-2 if implementation == "bf16" else 1e-6
     assert_same(found.grad[others], clean.grad[others], tolerance)
     assert_same(found.values[0][others], clean.values[0][others], tolerance)
-    for name, row in found.rows.items():
-        assert_same(row[others], clean.rows[name][others], tolerance)
+    for name, row in found.diagnostics[0].items():
+        assert_same(row[others], clean.diagnostics[0][name][others], tolerance)
     assert (found.grad[3] == 0).all()
     assert float(found.values[0][3]) == 0
     assert found.grad[7].isnan().all()
@@ -256,8 +266,8 @@ def test_the_chunk_size_changes_nothing(implementation, loss, monkeypatch):
         part = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight)], budget_bytes=budget)
         assert_same(part.grad, whole.grad, 1e-12)
         assert_same(part.values[0], whole.values[0], 1e-12)
-        for name, row in part.rows.items():
-            assert_same(row, whole.rows[name], 1e-12)
+        for name, row in part.diagnostics[0].items():
+            assert_same(row, whole.diagnostics[0][name], 1e-12)
 
 
 @pytest.mark.parametrize("loss", [Match(0.05), Stay(), GeneralizedJSD(0.5), TopK(9), Own()], ids=lambda x: repr(x)[:14])
@@ -284,7 +294,7 @@ def test_without_a_frozen_view(implementation):
     onehot = torch.nn.functional.one_hot(tokens, V)
     want = ((weight * (1 + torch.linspace(-1, 1, T)))[:, None] * (q - onehot)) @ head
     assert_same(found.grad, want, 2e-2 if implementation == "bf16" else 1e-5)
-    assert set(found.rows) == {"entropy", "token_logp"}
+    assert [set(rows) for rows in found.diagnostics] == [{"clipped", "removed"}] * 2
     with pytest.raises(PastError, match="frozen view"):
         run(implementation, live, None, head, bias, tokens, [Job(Match(), weight)])
 
@@ -313,8 +323,8 @@ def test_a_bias_of_minus_infinity_takes_entries_out(implementation, loss):
     found = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight)])
     assert_same(found.grad, less.grad, 1e-5)
     assert_same(found.values[0], less.values[0], 1e-5)
-    for name in {*found.rows} - {"clipped"}:
-        assert_same(found.rows[name], less.rows[name], 1e-5)
+    for name in {*found.diagnostics[0]} - {"clipped"}:
+        assert_same(found.diagnostics[0][name], less.diagnostics[0][name], 1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "fused"])
@@ -334,7 +344,7 @@ def test_half_precision_heads(implementation):
 def test_near_equal_views_keep_their_precision():
     """At a KL near 1e-6 float32 rounding of the log-ratio shows; the closed form loses no more than autograd."""
     exact = run("reference", *problem(dtype=torch.float64, apart=1e-3)[:5], [Job(Match(), torch.ones(T).double())])
-    assert 1e-7 < float(exact.rows["kl"].mean()) < 1e-4
+    assert 1e-7 < float(exact.diagnostics[0]["kl"].mean()) < 1e-4
     live, frozen, head, bias, tokens, _ = problem(apart=1e-3)
     error = {}
     for implementation in ("reference", "fused"):
@@ -348,7 +358,7 @@ def test_identical_views_are_a_fixed_point():
     live, _, head, bias, tokens, weight = problem()
     found = run("fused", live, live, head, bias, tokens, [Job(Match(0.05), weight), Job(Stay(), weight)])
     assert float(found.grad.abs().max()) < 1e-6
-    assert float(found.rows["kl"].abs().max()) < 1e-6
+    assert float(found.diagnostics[0]["kl"].abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -359,10 +369,10 @@ def test_degenerate_sizes(implementation):
     assert none.values[0].shape == (0,)
     one = run(implementation, live[:1], frozen[:1], head[:1], bias[:1], tokens[:1] * 0, [Job(Match(0.05), weight[:1])])
     assert float(one.grad.abs().max()) == 0
-    assert float(one.rows["entropy"]) == 0
+    assert float(one.live["entropy"]) == 0
     watch = run(implementation, live, None, head, bias, tokens, [])
     assert (watch.grad == 0).all()
-    assert (watch.rows["entropy"] > 0).all()
+    assert (watch.live["entropy"] > 0).all()
 
 
 def test_nothing_leaves_but_the_result():
@@ -372,7 +382,7 @@ def test_nothing_leaves_but_the_result():
     for implementation in IMPLEMENTATIONS:
         kept = [x.detach().clone() for x in (live, frozen, head, bias)]
         found = run(implementation, live, frozen, head, bias, tokens, [Job(Match(0.05), weight)], diagnostics=False)
-        assert found.rows == {}
+        assert (found.live, found.diagnostics) == ({}, [{}])
         assert not found.grad.requires_grad
         assert live.grad is None
         assert head.grad is None
@@ -393,7 +403,6 @@ def test_misuse_is_refused():
         run("fused", live, frozen, head, bias, tokens, job, frozen_head=head[:5])
     with pytest.raises(PastError, match="job 0"):
         run("fused", live, frozen, head, bias, tokens, [Job(Match(), weight[:3])])
-    assert set(CLIP_ROWS) <= set(run("fused", live, frozen, head, bias, tokens, job).rows)
 
 
 def threads_of_a_new_thread():
@@ -414,8 +423,8 @@ def test_threads_change_nothing(loss, monkeypatch):
     assert threads_of_a_new_thread() == 2
     assert_same(two.grad, one.grad, 1e-12)
     assert_same(two.values[0], one.values[0], 1e-12)
-    for name, row in two.rows.items():
-        assert_same(row, one.rows[name], 1e-12)
+    for name, row in two.diagnostics[0].items():
+        assert_same(row, one.diagnostics[0][name], 1e-12)
 
 
 def test_a_failing_loss_leaves_the_thread_count(monkeypatch):

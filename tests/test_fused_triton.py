@@ -24,12 +24,11 @@ from hypothesis import strategies as st
 from largest import Largest
 
 from past_opsd import fused
-from past_opsd.fused import CLIP_ROWS, Job, Result
+from past_opsd.fused import Job, Result
 from past_opsd.losses import (
     GeneralizedJSD,
     Imitate,
     Match,
-    MatchPlusCE,
     ModulatedReinforce,
     Reinforce,
     SampledToken,
@@ -45,16 +44,12 @@ LOSSES = [
     Match(),
     Match(0.05),
     Match(0.0),
-    Match(0.3, "token"),
     Stay(),
     Stay(0.05),
-    Stay(0.3, "token"),
     GeneralizedJSD(0.5),
     GeneralizedJSD(0.3, 0.02),
-    GeneralizedJSD(0.3, 0.05, "token"),
     GeneralizedJSD(0.0, 0.05),
     GeneralizedJSD(1.0),
-    MatchPlusCE(0.05, 0.3),
     Reinforce(0.8),
     Reinforce(ADVANTAGE, 0.1),
     ModulatedReinforce(-0.8),
@@ -102,8 +97,8 @@ def answer(name: str, block: int, implementation: str, *args: Any, **options: An
             fused.run(implementation, *args, **options)
         return seen.bytes
     found = fused.run(implementation, *args, **options)
-    rows = {key: row.cpu() for key, row in found.rows.items()}
-    return Result(found.grad.cpu(), moved(found.values, "cpu"), rows)
+    live, *rows = ({key: row.cpu() for key, row in rows.items()} for rows in (found.live, *found.diagnostics))
+    return Result(found.grad.cpu(), moved(found.values, "cpu"), live, rows)
 
 
 def serve() -> None:
@@ -170,12 +165,17 @@ def distance(found, want):
 
 
 def assert_equal(found: Result, want: Result, tolerance: float) -> None:
-    assert set(found.rows) == set(want.rows)
     assert distance(found.grad, want.grad) <= tolerance
     for value, other in zip(found.values, want.values, strict=True):
         assert distance(value, other) <= tolerance
-    for name, row in want.rows.items():
-        assert distance(found.rows[name], row) <= tolerance, name
+    assert_same_rows(found, want, tolerance)
+
+
+def assert_same_rows(found: Result, want: Result, tolerance: float) -> None:
+    for mine, theirs in zip((found.live, *found.diagnostics), (want.live, *want.diagnostics), strict=True):
+        assert set(mine) == set(theirs)
+        for name, row in theirs.items():
+            assert distance(mine[name], row) <= tolerance, name
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: repr(loss)[:40])
@@ -196,8 +196,8 @@ def test_the_clips_of_these_problems_bind_for_some_rows_only():
     live, frozen, head, bias, tokens, weight = problem()
     for loss in LOSSES:
         if isinstance(loss, Match | Stay | GeneralizedJSD) and loss.tau < math.inf:
-            rows = fused.run("reference", live, frozen, head, bias, tokens, [Job(loss, weight)], temperature=1.1).rows
-            assert 0 < float(rows["clipped"].mean()) < 1, loss
+            found = fused.run("reference", live, frozen, head, bias, tokens, [Job(loss, weight)], temperature=1.1)
+            assert 0 < float(found.diagnostics[0]["clipped"].mean()) < 1, loss
 
 
 def mixture(T):
@@ -211,7 +211,7 @@ def mixture(T):
         Job(ModulatedReinforce(advantage), weight * (row % 4 == 1)),
         Job(Stay(), weight * (row % 2 == 1), always=True),
         Job(TopK(4, tail=True), weight * (row == 5)),
-        Job(MatchPlusCE(0.05, 0.2), weight * (row > 5)),
+        Job(GeneralizedJSD(0.4, 0.02), weight * (row > 5)),
         Job(SampledToken(), torch.zeros(T, dtype=torch.float64)),
     ]
 
@@ -242,9 +242,9 @@ def test_all_jobs_on_the_same_rows_and_rows_without_any(run):
     assert_equal(run(live, frozen, head, bias, tokens, jobs), want, EXACT)
     watched = run(live, None, head, bias, tokens, [])
     assert (watched.grad == 0).all()
-    assert distance(watched.rows["entropy"], want.rows["entropy"]) <= EXACT
+    assert distance(watched.live["entropy"], want.live["entropy"]) <= EXACT
     quiet = run(live, frozen, head, bias, tokens, jobs, diagnostics=False)
-    assert quiet.rows == {}
+    assert (quiet.live, quiet.diagnostics) == ({}, [{}])
     assert distance(quiet.grad, want.grad) <= EXACT
     assert run(live[:0], frozen[:0], head, bias, tokens[:0], [Job(Match(), weight[:0])]).grad.shape == (0, H)
 
@@ -263,7 +263,7 @@ def test_without_a_frozen_view(run):
     args = live, None, head, bias, tokens, [Job(Imitate(), weight), Job(Reinforce(ADVANTAGE), weight)]
     found = run(*args)
     assert_equal(found, fused.run("reference", *args), EXACT)
-    assert not set(found.rows) & set(CLIP_ROWS)
+    assert [set(rows) for rows in found.diagnostics] == [{"clipped", "removed"}] * 2
     for loss in (SampledToken(), ModulatedReinforce(1.0), Match()):
         with pytest.raises(PastError, match="compares with a frozen view"):
             run(live, None, head, bias, tokens, [Job(loss, weight)])
@@ -280,8 +280,7 @@ def test_half_precision_logits(run, dtype):
         assert found.values[0].dtype == torch.float32
         assert distance(found.grad, want.grad) <= 2 * torch.finfo(dtype).eps
         assert distance(found.values[0], want.values[0]) <= SINGLE
-        for name, row in want.rows.items():
-            assert distance(found.rows[name], row) <= SINGLE, name
+        assert_same_rows(found, want, SINGLE)
 
 
 @settings(max_examples=16, deadline=None, derandomize=True, database=None)
@@ -303,7 +302,7 @@ def test_a_large_vocabulary_at_the_size_of_a_block(run):
     live, frozen, head, _, tokens, weight = problem(1, 151_936, 4, dtype=torch.float32)
     jobs = [Job(Match(1e-4), weight), Job(Imitate(), weight)]
     exact = fused.run("reference", live.double(), frozen.double(), head.double(), None, tokens, jobs)
-    assert 0 < float(exact.rows["clipped"]) < 1
+    assert 0 < float(exact.diagnostics[0]["clipped"]) < 1
     found = run(live, frozen, head, None, tokens, jobs, block=4096)
     # The product back sums 151,936 float32 terms, in every implementation.
     assert distance(found.grad, exact.grad) <= 1e-4
@@ -335,10 +334,16 @@ def test_views_far_apart(run, dtype):
     exact = fused.run("reference", *(x.double() for x in (live, frozen, head, bias)), tokens, jobs)
     ratio = (frozen - live).double() @ head.double().t()
     assert float((ratio - ratio.mean(-1, keepdim=True)).abs().max()) > 200
-    assert_equal(run(live, frozen, head, bias, tokens, jobs), exact, SINGLE if dtype == torch.float32 else EXACT)
+    found = run(live, frozen, head, bias, tokens, jobs)
+    if dtype == torch.float64:
+        assert_equal(found, exact, EXACT)
+        return
+    # Logits of some 300 are known to 2e-5: so are log-ratios, and what multiplies two gradients to several times that.
+    assert_equal(replace(found, live=exact.live, diagnostics=exact.diagnostics), exact, SINGLE)
+    assert_same_rows(found, exact, 8 * SINGLE)
 
 
-@pytest.mark.parametrize("loss", [Match(0.05), Stay(), GeneralizedJSD(0.5, 0.02), MatchPlusCE()], ids=repr)
+@pytest.mark.parametrize("loss", [Match(0.05), Stay(), GeneralizedJSD(0.5, 0.02), SampledToken()], ids=repr)
 @pytest.mark.parametrize("gone", [slice(0, 33), slice(-3, None)], ids=["first-block", "end"])
 def test_a_bias_of_minus_infinity_takes_entries_out(run, loss, gone):
     live, frozen, head, bias, tokens, weight = problem()
@@ -369,7 +374,7 @@ def test_infinite_divergences_are_infinite_unless_clipped(run):
         assert want.grad.isfinite().all()
         assert distance(found.grad, want.grad) <= EXACT
         assert distance(found.values[0], want.values[0]) <= EXACT
-        assert distance(found.rows["clipped"], want.rows["clipped"]) <= EXACT
+        assert distance(found.diagnostics[0]["clipped"], want.diagnostics[0]["clipped"]) <= EXACT
     for loss, live_bias, frozen_bias in [(Match(), other, bias), (Stay(), bias, other)]:
         options = {"frozen_head": head, "frozen_bias": frozen_bias}
         found = run(live, frozen, head, live_bias, tokens, [Job(loss, weight)], **options)
@@ -378,7 +383,7 @@ def test_infinite_divergences_are_infinite_unless_clipped(run):
 
 def test_rows_are_independent(run):
     live, frozen, head, bias, tokens, weight = problem()
-    for loss in (Match(0.05), Match(0.3, "token"), Reinforce(1.0)):
+    for loss in (Match(0.05), Stay(), Reinforce(1.0)):
         clean = run(live, frozen, head, bias, tokens, [Job(loss, weight)])
         spoiled, hidden = live.clone(), frozen.clone()
         spoiled[1] = math.nan
@@ -422,7 +427,7 @@ def test_where_it_cannot_run_it_says_so(monkeypatch):
             fused.run("triton", *args)
 
 
-EVERY = [(Match(0.3, "token"), True), (Stay(0.05), True), (GeneralizedJSD(0.3), True), (Reinforce(1.0), True)]
+EVERY = [(Match(0.3), True), (Stay(0.05), True), (GeneralizedJSD(0.3), True), (Reinforce(1.0), True)]
 EVERY += [(ModulatedReinforce(1.0), True), (SampledToken(), True), (Imitate(), False)]
 COMPILED = {
     "every-loss": ("fp32", True, EVERY),
@@ -443,14 +448,13 @@ def compile_all() -> None:
 
     for (name, (dtype, full, losses)), arch in zip(COMPILED.items(), (80, 90, 90, 80), strict=True):
         single = "fp64" if dtype == "fp64" else "fp32"
-        keys = tuple(fused_triton.key(*loss) for loss in losses)
-        last = max((i for i, (loss, _) in enumerate(losses) if isinstance(loss, fused.Entrywise)), default=-1)
-        constants: dict[str, Any] = {"TEMPERATURE": 1.1 if full else 1.0, "PARTS": keys, "LAST": last, "BLOCK": 1024}
+        constants = fused_triton.constants(losses, diagnosed=full)
+        constants |= {"TEMPERATURE": 1.1 if full else 1.0, "BLOCK": 1024}
         constants["FLOAT"] = tl.float64 if dtype == "fp64" else tl.float32
-        absent = () if full else ("x", "z_bias", "x_bias", "diagnostics")
+        absent = () if full else ("x", "z_bias", "x_bias", "of_live", "diagnostics")
         constants |= dict.fromkeys(absent)
         kinds = {"z": dtype, "x": dtype, "out": dtype, "z_bias": dtype, "x_bias": dtype, "tokens": "i64"}
-        kinds |= dict.fromkeys(("weights", "advantages", "values", "diagnostics"), single)
+        kinds |= dict.fromkeys(("weights", "advantages", "values", "of_live", "diagnostics"), single)
         signature = {
             arg: "constexpr" if arg in constants else f"*{kinds[arg]}" if arg in kinds else "i32"
             for arg in fused_triton.kernel.arg_names

@@ -9,7 +9,17 @@ from rounding import assert_rounding, follow
 from past_opsd import packing
 from past_opsd.config import OptimizerSection
 from past_opsd.learner import Bundle, NonFiniteError, Path, bundle, gather_paths, learning_rate, micro_batches
-from past_opsd.losses import Imitate, Match, Reinforce, Stay
+from past_opsd.losses import (
+    GeneralizedJSD,
+    Imitate,
+    Match,
+    MixedTopK,
+    ModulatedReinforce,
+    Reinforce,
+    SampledToken,
+    Stay,
+    TopK,
+)
 from past_opsd.train import Session, session
 from past_opsd.types import PastError, Term, View
 
@@ -76,7 +86,7 @@ def test_row_weights_are_the_papers_one_over_length():
 
 def test_micro_batches_respect_the_budget_and_cut_nothing():
     paths = [Path(View("teacher", (0,) * n), (1,) * n) for n in (3, 9, 1, 5, 7, 2, 40)]
-    batches = list(micro_batches(bundle(paths, 30, share=True), 30))
+    batches = list(micro_batches(bundle(paths, 30, merge=True), 30))
     assert sorted(len(p.tokens) for batch in batches for b in batch for p in b.paths) == [1, 2, 3, 5, 7, 9, 40]
     assert all(len(batch) == 1 or len(batch) * max(b.width for b in batch) <= 30 for batch in batches)
 
@@ -84,11 +94,11 @@ def test_micro_batches_respect_the_budget_and_cut_nothing():
 def test_bundles_stay_within_the_budget_and_lose_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packing, "WORTH", 1)
     paths = [Path(View("teacher", (0,) * 20), (1,) * n) for n in (3, 9, 1, 5, 7, 2, 4)]
-    made = bundle(paths, 32, share=True)
+    made = bundle(paths, 32, merge=True)
     assert sorted(len(p.tokens) for b in made for p in b.paths) == [1, 2, 3, 4, 5, 7, 9]
     assert 1 < len(made) < len(paths)
     assert all(b.width <= 32 for b in made)
-    assert all(len(b.paths) == 1 for b in bundle(paths, 32, share=False))
+    assert all(len(b.paths) == 1 for b in bundle(paths, 32, merge=False))
 
 
 def test_prompts_that_begin_alike_share_a_row_unless_their_own_rows_save_more(monkeypatch: pytest.MonkeyPatch):
@@ -96,7 +106,7 @@ def test_prompts_that_begin_alike_share_a_row_unless_their_own_rows_save_more(mo
     begin, a, b, other = (0,) * 20, (1,) * 6, (2,) * 6, (3,) * 20
 
     def rows(*prompts: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
-        made = bundle([Path(View("teacher", p), (9, 9)) for p in prompts], 1000, share=True)
+        made = bundle([Path(View("teacher", p), (9, 9)) for p in prompts], 1000, merge=True)
         return [[path.live.prompt for path in item.paths] for item in made]
 
     assert rows(begin + a, other, begin + b) == [[begin + a, begin + b], [other]]
@@ -111,9 +121,9 @@ def test_a_frozen_forward_has_the_rows_of_the_live_one():
     alone = Path(View("teacher", HINT), (6, 7), [(t, 1.0) for t in terms])
     other = Path(View("teacher", HINT), (8,), [(terms[0], 1.0)])
     assert Bundle([alone]).frozen == {"student": [[(read[0], (6, 7))], [(read[1], (6, 7))]]}
-    assert (Bundle([alone]).rows, Bundle([alone]).width) == (2, 7)
+    assert (Bundle([alone]).height, Bundle([alone]).width) == (2, 7)
     assert Bundle([alone, other]).frozen == {"student": [[(read[0], (6, 7)), (read[1], (6, 7)), (read[0], (8,))]]}
-    assert Bundle([alone, other]).rows == 1
+    assert Bundle([alone, other]).height == 1
 
 
 def branching_terms() -> list[Term]:
@@ -145,7 +155,7 @@ def test_rows_are_shared_only_where_every_network_can(small_recipe, monkeypatch:
     with session(small_recipe("embedded/opd")) as parts:
         for able in (True, False):
             parts.model.expert.__dict__["shares_prompts"] = able
-            ((batch,),) = parts.learner._plans(terms)
+            ((batch,),) = parts.learner._plan(terms)
             assert [len(item.paths) for item in batch] == ([2] if able else [1, 1])
 
 
@@ -249,6 +259,78 @@ def test_diagnostics_of_the_appendix_are_there(past: Session):
     assert metrics["teacher/correct/loss"] <= metrics["teacher/correct/kl"] + 1e-6
     removed = metrics["teacher/correct/kl"] - metrics["teacher/correct/loss"]
     assert metrics["teacher/correct/removed_mass"] == pytest.approx(removed, abs=1e-5)
+
+
+def logged(parts: Session, terms: list[Term]) -> dict[str, float]:
+    """What a step on these terms would log, without the step."""
+    try:
+        with parts.model.training("teacher"):
+            return parts.learner._accumulate("teacher", terms).summary()
+    finally:
+        parts.learner.optimizers["teacher"].zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        GeneralizedJSD(0.5, 1e-3),
+        TopK(3, tau=1e-3),
+        MixedTopK(3),
+        SampledToken(),
+        ModulatedReinforce(1.5, width=1e-3),
+        lambda live_logp, frozen_logp, tokens: (live_logp - frozen_logp).square().sum(-1),
+    ],
+)
+def test_every_objective_logs_the_kl_and_its_clip(past: Session, loss):
+    """The KL of a step is the one that `Match` logs on the same views."""
+    stir(past)
+    match = logged(past, [term("match", (6, 7, 8), Match())])
+    found = logged(past, [term("own", (6, 7, 8), loss)])
+    for key in ("kl", "kl_q50", "kl_max", "kl@00", "kl@02"):
+        assert found[f"own/{key}"] == pytest.approx(match[f"match/{key}"], rel=1e-4), key
+    clips = isinstance(loss, GeneralizedJSD | TopK | ModulatedReinforce)
+    assert (found["own/clip_fraction"] > 0) is clips
+    assert (found["own/removed_mass"] > 0) is clips
+
+
+def test_a_policy_gradient_without_a_frozen_view_clips_nothing(past: Session):
+    stir(past)
+    found = logged(past, [term("own", (6, 7), Reinforce(1.5), frozen=False)])
+    assert (found["own/clip_fraction"], found["own/removed_mass"]) == (0.0, 0.0)
+    assert "own/kl" not in found
+
+
+@pytest.mark.parametrize("reduction", ["sequence", "token"])
+@pytest.mark.parametrize("implementation", ["fused", "chunked"])
+def test_two_terms_of_one_objective_are_its_sum(small_recipe, reduction: str, implementation: str):
+    """KL + CE as two terms: the gradient of one loss that adds them, and its value in the log."""
+
+    def both(live_logp, frozen_logp, tokens):
+        return Match(0.05)(live_logp, frozen_logp, tokens) + 0.25 * Imitate()(live_logp, None, tokens)
+
+    paths = [((6, 7, 8), 0.7), ((4,), 0.3)]
+    whole = [term("d", tokens, both, weight=weight) for tokens, weight in paths]
+    apart = [
+        made
+        for tokens, weight in paths
+        for made in (
+            term("d", tokens, Match(0.05), weight=weight),
+            term("d/ce", tokens, Imitate(), frozen=False, weight=0.25 * weight),
+        )
+    ]
+    overrides = [f"learner.reduction='{reduction}'", f"learner.implementation='{implementation}'"]
+    with session(small_recipe("embedded/past", *overrides)) as parts:
+        stir(parts)
+        (value, gradient), (other_value, other) = (parts.learner.gradient("teacher", t) for t in (whole, apart))
+        assert_rounding(other, gradient, float(gradient.abs().max()))
+        assert other_value == pytest.approx(value, rel=1e-5)
+        logs = [logged(parts, t) for t in (whole, apart)]
+    for key in ("d/loss", "d/objective", "d/kl", "d/entropy"):
+        assert logs[1][key] == pytest.approx(logs[0][key], rel=1e-4), key
+    assert logs[1]["d/clip_fraction"] > 0
+    nll = (logs[1]["d/loss"] - (logs[1]["d/kl"] - logs[1]["d/removed_mass"])) / 0.25
+    assert logs[1]["d/ce/loss"] == pytest.approx(nll, rel=1e-4)
+    assert "d/ce/objective" not in logs[1]
 
 
 def test_alignment_is_one_without_clipping_and_negative_when_the_clip_takes_the_push(past: Session):

@@ -12,16 +12,14 @@ import torch
 from past_opsd.losses import (
     GeneralizedJSD,
     Imitate,
+    Loss,
     Match,
-    MatchPlusCE,
     MixedTopK,
     ModulatedReinforce,
     Reinforce,
-    ReverseKL,
     SampledToken,
     Stay,
     TopK,
-    select,
     token_weights,
 )
 from past_opsd.types import PastError
@@ -30,7 +28,7 @@ DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "loss"
 INF = math.inf
 
 
-def naive_kl(a, b, tau=INF, mode="entry"):
+def naive_kl(a, b, tau=INF):
     entries = []
     for x, y in zip(a, b, strict=True):
         if x == 0:
@@ -39,8 +37,6 @@ def naive_kl(a, b, tau=INF, mode="entry"):
             entries.append(INF)
         else:
             entries.append(x * math.log(x / y))
-    if mode == "token":
-        return min(math.fsum(entries), tau)
     return math.fsum(min(entry, tau) for entry in entries)
 
 
@@ -88,13 +84,10 @@ CASES = [
     ("match", Match(), lambda p, q, y: naive_kl(p, q)),
     ("match_tau", Match(0.05), lambda p, q, y: naive_kl(p, q, 0.05)),
     ("match_zero", Match(0.0), lambda p, q, y: naive_kl(p, q, 0.0)),
-    ("match_token", Match(0.4, "token"), lambda p, q, y: naive_kl(p, q, 0.4, "token")),
     ("stay", Stay(), lambda p, q, y: naive_kl(q, p)),
     ("stay_tau", Stay(0.05), lambda p, q, y: naive_kl(q, p, 0.05)),
-    ("stay_token", Stay(0.4, "token"), lambda p, q, y: naive_kl(q, p, 0.4, "token")),
     ("jsd", GeneralizedJSD(0.5), lambda p, q, y: naive_jsd(p, q, 0.5)),
     ("jsd_third", GeneralizedJSD(0.3, 0.02), lambda p, q, y: naive_jsd(p, q, 0.3, 0.02)),
-    ("jsd_token", GeneralizedJSD(0.3, 0.1, "token"), lambda p, q, y: min(naive_jsd(p, q, 0.3), 0.1)),
     ("jsd_0", GeneralizedJSD(0.0, 0.05), lambda p, q, y: naive_kl(p, q, 0.05)),
     ("jsd_1", GeneralizedJSD(1.0), lambda p, q, y: naive_kl(q, p)),
     ("imitate", Imitate(), lambda p, q, y: -math.log(q[y])),
@@ -105,7 +98,6 @@ CASES = [
     ("topk_all", TopK(99, tail=True), lambda p, q, y: naive_kl(p, q)),
     ("mixed_topk", MixedTopK(4), lambda p, q, y: naive_mixed(p, q, 4, 0.5)),
     ("mixed_topk_all", MixedTopK(99, 0.3), lambda p, q, y: 0.7 * naive_kl(p, q) + 0.3 * naive_kl(q, p)),
-    ("match_ce", MatchPlusCE(0.05, 0.3), lambda p, q, y: naive_kl(p, q, 0.05) - 0.3 * math.log(q[y])),
 ]
 
 
@@ -171,7 +163,6 @@ def test_the_papers_counterexample():
     token = torch.zeros(1, dtype=torch.long)
     assert float(Match()(q.log(), p.log(), token)) == pytest.approx(5.892, abs=5e-4)
     assert float(Match(0.05)(q.log(), p.log(), token)) == pytest.approx(-0.180, abs=5e-4)
-    assert float(Match(0.05, "token")(q.log(), p.log(), token)) == pytest.approx(0.05)
 
 
 def test_a_clipped_entry_gets_no_push():
@@ -238,31 +229,124 @@ def test_modulated_reinforce_is_reinforce_where_there_is_nothing_to_scale():
     assert float((scaled[0] - plain[0]).abs().max()) > 0.05
 
 
-def test_select_takes_the_advantages_along():
+def test_some_positions_take_their_advantages_along():
     loss = Reinforce(torch.tensor([1.0, 2.0, 3.0]), 0.1)
-    part = select(loss, torch.tensor([2, 0]))
-    assert isinstance(part, Reinforce)
-    assert part.advantage.tolist() == [3.0, 1.0]
-    assert part.epsilon == 0.1
-    assert select(Reinforce(0.5), slice(0, 1)) == Reinforce(0.5)
-    part = select(ModulatedReinforce(torch.tensor([1.0, 2.0, 3.0]), 0.4, 0.3), slice(1, 3))
-    assert isinstance(part, ModulatedReinforce)
-    assert (part.advantage.tolist(), part.strength, part.width) == ([2.0, 3.0], 0.4, 0.3)
+    some = loss.at(torch.tensor([2, 0]))
+    assert isinstance(some, Reinforce)
+    assert some.advantage.tolist() == [3.0, 1.0]
+    assert some.epsilon == 0.1
+    assert Reinforce(0.5).at(slice(0, 1)) == Reinforce(0.5)
+    some = ModulatedReinforce(torch.tensor([1.0, 2.0, 3.0]), 0.4, 0.3).at(slice(1, 3))
+    assert isinstance(some, ModulatedReinforce)
+    assert (some.advantage.tolist(), some.strength, some.width) == ([2.0, 3.0], 0.4, 0.3)
+    assert Match(0.1).at(slice(0, 1)) == Match(0.1)
+
+
+def test_losses_that_differ_in_their_advantage_alone_stack():
+    losses = [ModulatedReinforce(a, 0.4, 0.3) for a in (1.5, -0.5)]
+    assert losses[0].key == losses[1].key != ModulatedReinforce(1.5, 0.39, 0.3).key
+    assert losses[0].key != Reinforce(1.5).key
+    stacked = losses[0].stack(losses, torch.tensor([2, 3]))
+    assert isinstance(stacked, ModulatedReinforce)
+    assert stacked.advantage.tolist() == [1.5, 1.5, -0.5, -0.5, -0.5]
+    assert (stacked.strength, stacked.width) == (0.4, 0.3)
+    assert Match(0.1).stack([Match(0.1)] * 2, torch.tensor([2, 3])) == Match(0.1)
+    assert Match(0.1).key != Match(0.2).key
+
+
+def test_a_function_is_a_loss():
+    def own(live_logp, frozen_logp, tokens):
+        return (live_logp.exp() - frozen_logp.exp()).square().sum(-1)
+
+    live, frozen, tokens = logits()
+    views = torch.log_softmax(live, -1), torch.log_softmax(frozen, -1)
+    loss = Loss.of(own)
+    assert Loss.of(loss) is loss
+    assert torch.equal(loss(*views, tokens), own(*views, tokens))
+    found = loss.diagnostics(*views, tokens)
+    for t in range(len(tokens)):
+        p, q = softmax(frozen[t].tolist()), softmax(live[t].tolist())
+        assert float(found["kl"][t]) == pytest.approx(naive_kl(p, q))
+    assert (found["clipped"] == 0).all()
+    assert (found["removed"] == 0).all()
+
+
+def naive_entries(loss, p, q):
+    """The entries a loss adds up and clips."""
+    if isinstance(loss, TopK):
+        order = sorted(range(len(p)), key=lambda v: -p[v])[: loss.k]
+        rest = [v for v in range(len(p)) if v not in order]
+        p, q = ([d[v] for v in order] + ([math.fsum(d[v] for v in rest)] if loss.tail else []) for d in (p, q))
+        if not loss.tail:
+            p, q = ([x / math.fsum(d) for x in d] for d in (p, q))
+    if isinstance(loss, GeneralizedJSD):
+        return [naive_jsd([x], [y], loss.beta) for x, y in zip(p, q, strict=True)]
+    return [naive_kl([y], [x]) if isinstance(loss, Stay) else naive_kl([x], [y]) for x, y in zip(p, q, strict=True)]
+
+
+CLIPPED = [Match(0.05), Stay(0.05), GeneralizedJSD(0.3, 0.02), TopK(4, tau=0.1), TopK(4, tail=True, tau=0.1)]
+
+
+@pytest.mark.parametrize("loss", CLIPPED, ids=repr)
+def test_every_clip_tells_what_it_holds_and_takes(loss):
+    live, frozen, tokens = logits()
+    found = loss.diagnostics(torch.log_softmax(live, -1), torch.log_softmax(frozen, -1), tokens)
+    for t in range(len(tokens)):
+        p, q = softmax(frozen[t].tolist()), softmax(live[t].tolist())
+        entries = naive_entries(loss, p, q)
+        assert float(found["kl"][t]) == pytest.approx(naive_kl(q, p) if isinstance(loss, Stay) else naive_kl(p, q))
+        assert float(found["clipped"][t]) == pytest.approx(sum(c >= loss.tau for c in entries) / len(entries))
+        assert float(found["removed"][t]) == pytest.approx(math.fsum(max(0.0, c - loss.tau) for c in entries))
+    assert 0 < float(found["clipped"].mean()) < 1
+
+
+UNCLIPPED = [Match(), Stay(), GeneralizedJSD(0.3), TopK(4), MixedTopK(4), SampledToken(), Reinforce(0.7, 1e3)]
+
+
+@pytest.mark.parametrize("loss", UNCLIPPED, ids=repr)
+def test_a_loss_without_a_clip_logs_its_kl_and_zeros(loss):
+    live, frozen, tokens = logits()
+    found = loss.diagnostics(torch.log_softmax(live, -1), torch.log_softmax(frozen, -1), tokens)
+    for t in range(len(tokens)):
+        p, q = softmax(frozen[t].tolist()), softmax(live[t].tolist())
+        assert float(found["kl"][t]) == pytest.approx(naive_kl(q, p) if isinstance(loss, Stay) else naive_kl(p, q))
+    assert (found["clipped"] == 0).all()
+    assert (found["removed"] == 0).all()
+
+
+@pytest.mark.parametrize("loss", [Reinforce(0.7), Reinforce(-0.7), ModulatedReinforce(0.7), ModulatedReinforce(-0.7)])
+def test_the_clips_of_policy_gradients_tell_what_they_take(loss):
+    """What the value would be without its clip, minus what it is."""
+    live, frozen, tokens = logits()
+    views = torch.log_softmax(live, -1), torch.log_softmax(frozen, -1)
+    wide = Reinforce(loss.advantage, 1e3) if isinstance(loss, Reinforce) else None
+    found, value = loss.diagnostics(*views, tokens), loss(*views, tokens)
+    for t, y in enumerate(tokens.tolist()):
+        p, q = softmax(frozen[t].tolist()), softmax(live[t].tolist())
+        if wide is not None:
+            free = float(wide(*views, tokens)[t])
+        else:
+            w = p[y] / q[y] if loss.advantage > 0 else q[y] / p[y]
+            free = -loss.advantage * (1 - loss.strength + loss.strength * w)
+        taken = abs(free - float(value[t]))
+        assert float(found["removed"][t]) == pytest.approx(taken, abs=1e-12)
+        assert float(found["clipped"][t]) == (taken > 1e-12)
+    assert 0 < float(found["clipped"].mean()) < 1
+    alone = Reinforce(0.7).diagnostics(views[0], None, tokens)
+    assert set(alone) == {"clipped", "removed"}
+    assert not any(row.any() for row in alone.values())
 
 
 DIVERGENCES = [
     Match(),
     Match(0.05),
-    Match(0.4, "token"),
     Stay(),
     Stay(0.05),
-    Stay(0.4, "token"),
     GeneralizedJSD(0.5),
     GeneralizedJSD(0.3, 0.02),
     TopK(2),
     TopK(2, tail=True),
     MixedTopK(3),
-    MatchPlusCE(0.05, 0.5),
 ]
 
 
@@ -270,9 +354,6 @@ DIVERGENCES = [
 def test_identical_views_give_zero_and_a_zero_gradient(loss):
     live, _, tokens = logits()
     value, grad = value_and_gradient(loss, live, live, tokens)
-    if isinstance(loss, MatchPlusCE):
-        ce, ce_grad = value_and_gradient(Imitate(), live, None, tokens)
-        value, grad = value - 0.5 * ce, grad - 0.5 * ce_grad
     assert value.abs().max() < 1e-12
     assert grad.abs().max() < 1e-12
 
@@ -310,23 +391,17 @@ def test_zero_live_probability():
         assert grad.isfinite().all(), loss
     value, grad = value_and_gradient(Match(), live, frozen, tokens)
     assert (value == INF).all()
-    for loss in (Match(0.05), Match(0.4, "token")):
-        value, grad = value_and_gradient(loss, live, frozen, tokens)
-        assert value.isfinite().all(), loss
-        assert grad.isfinite().all(), loss
+    value, grad = value_and_gradient(Match(0.05), live, frozen, tokens)
+    assert value.isfinite().all()
+    assert grad.isfinite().all()
 
 
 def test_infinite_reverse_kl_is_cut_without_nan():
     live, frozen, tokens = logits(V=5)
     frozen[:, 3] = -INF
-    for loss in (Stay(0.05), Stay(0.4, "token")):
-        value, grad = value_and_gradient(loss, live, frozen, tokens)
-        assert value.isfinite().all(), loss
-        assert grad.isfinite().all(), loss
-
-
-def test_reverse_kl_is_stay():
-    assert ReverseKL is Stay
+    value, grad = value_and_gradient(Stay(0.05), live, frozen, tokens)
+    assert value.isfinite().all()
+    assert grad.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -334,7 +409,6 @@ def test_reverse_kl_is_stay():
     [
         lambda: Match(-1.0),
         lambda: Match(math.nan),
-        lambda: Stay(0.1, "row"),
         lambda: GeneralizedJSD(1.2),
         lambda: TopK(0),
         lambda: ModulatedReinforce(1.0, strength=1.5),
@@ -357,7 +431,6 @@ def test_senseless_losses_are_refused(make):
         TopK(2),
         MixedTopK(2),
         SampledToken(),
-        MatchPlusCE(),
         ModulatedReinforce(1.0),
     ],
     ids=repr,

@@ -40,7 +40,7 @@ def test_a_shared_row_holds_its_prompt_once_and_positions_start_again():
     assert packed.positions.tolist()[0] == [0, 1, 2, 3, 4, 3, 4, 5]
     # first tokens are all predicted by the prompt's last position
     assert packed.index.tolist() == [2, 3, 4, 2, 2, 5, 6, 7, 9]
-    assert packed.parts == [(3, [2, 0, 3]), (2, [0])]
+    assert packed.segments == [(3, [2, 0, 3]), (2, [0])]
 
 
 def test_prompts_that_begin_alike_go_on_from_there():
@@ -48,7 +48,7 @@ def test_prompts_that_begin_alike_go_on_from_there():
     assert packed.ids.tolist() == [[5, 6, 1, 2, 7, 8, 1, 9]]
     assert packed.positions.tolist() == [[0, 1, 2, 3, 2, 3, 4, 2]]
     assert packed.index.tolist() == [1, 2, 3, 5, 6, 7]
-    assert packed.parts == [(2, [2, 3, 1])]
+    assert packed.segments == [(2, [2, 3, 1])]
 
 
 def test_a_path_sees_what_is_common_and_itself_and_nothing_else():
@@ -68,7 +68,7 @@ def test_padding_sees_something_so_that_no_row_is_empty():
     ("prompts", "expected"), [([(1, 2, 3), (1, 2, 4)], 2), ([(1, 2), (1, 2, 4)], 2), ([(1,), (2,)], 0), ([(1, 2)], 2)]
 )
 def test_how_far_prompts_are_the_same(prompts: list[tuple[int, ...]], expected: int):
-    assert packing.common(prompts) == expected
+    assert packing.common_prefix(prompts) == expected
 
 
 @pytest.mark.parametrize(
@@ -118,3 +118,15 @@ def test_a_shared_row_is_exact_or_not_used(tmp_path: Path, name: str, attention:
     parts = [(40, [8, 13, 5, 29]), (5, [8]), (0, [13, 43])]
     assert calls == ([parts] * 2 if attention == "sdpa" and name != "gemma3" else [])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("heights", [None, [1, 2, 1, 3, 1, 1]])
+def test_batches_respect_the_budget_in_order_of_width(heights: list[int] | None):
+    widths = [7, 3, 40, 2, 3, 9]
+    made = list(packing.batches(widths, 30, heights))
+    assert sorted(i for batch in made for i in batch) == list(range(len(widths)))
+    assert [widths[i] for batch in made for i in batch] == sorted(widths)
+    for batch in made:
+        rows = len(batch) if heights is None else sum(heights[i] for i in batch)
+        assert len(batch) == 1 or max(widths[i] for i in batch) * rows <= 30
+    assert list(packing.batches([], 30)) == []

@@ -13,7 +13,7 @@ from conftest import SMALL, Quiet
 from ranks import Launcher
 
 from past_opsd import checkpoint, config
-from past_opsd.train import differences, train
+from past_opsd.train import Session, _continued, differences, train
 from past_opsd.types import PastError
 
 KILLED = [*SMALL, "run.checkpoint_every=2", "evaluation.at=[0.0, 1.0]"]
@@ -480,3 +480,12 @@ def test_a_wrong_tau_is_noticed_in_a_real_run(tmp_path: Path, small_recipe, quie
 
 def test_differences():
     assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 4}) == ["a.c: 2 -> 3", "d: None -> 4"]
+
+
+def test_a_run_goes_on_without_a_key_that_changed_nothing(past: Session, tmp_path: Path):
+    saved = json.loads(json.dumps(past.identity))
+    saved["recipe"]["method"]["epsilon"] = 0.3
+    assert _continued(tmp_path, saved, past, 0) == []
+    saved["recipe"]["method"]["tau"] = 0.3
+    with pytest.raises(PastError, match=r"recipe\.method\.tau: 0\.3 -> 1\.0"):
+        _continued(tmp_path, saved, past, 0)

@@ -447,7 +447,6 @@ HERE = {  # what an honoured field changes in the recipe
     "vllm_gpu_memory_utilization": (0.5, "engine.gpu_memory_utilization", 0.5),
     "vllm_max_model_length": (50, "engine.max_model_len", 50),
     "vllm_tensor_parallel_size": (2, "engine.arguments", {"tensor_parallel_size": 2}),
-    "epsilon": (0.5, "method.epsilon", 0.5),
     "loss_type": ("dapo", "learner.reduction", "token"),
 }
 TOGETHER = {  # what must be set too for a field to mean something
@@ -839,9 +838,13 @@ def test_every_translated_key_is_one_of_a_recipe_and_every_argument_is_known():
 def test_no_message_of_a_run_names_an_option_of_the_command():
     """Everything that `train` may say, from the sources it is made of."""
     package = Path(past_opsd.__file__).parent
-    names = "train checkpoint record lab learner loop model pretrained prompts templates evaluate files export trackers"
+    names = "train checkpoint record lab loop model pretrained prompts templates evaluate files export trackers"
     sources = [package / f"{name}.py" for name in names.split()]
-    sources += [file for kind in ("engines", "verifiers", "tasks", "methods") for file in (package / kind).glob("*.py")]
+    sources += [
+        file
+        for kind in ("engines", "learner", "verifiers", "tasks", "methods")
+        for file in (package / kind).glob("*.py")
+    ]
     sources.remove(package / "verifiers" / "grade.py")  # a command of its own
     said = [line for file in sources for line in file.read_text().splitlines() if re.search(r'f?".*--[a-z]', line)]
     skipped = ("add_argument", "help=", "past serve", "--logits", "--logprobs", "past eval", '"""')

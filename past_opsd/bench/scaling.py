@@ -226,7 +226,7 @@ def terms(sizes: Sizes) -> list[Term]:
 def multiply_adds(model: Model, setup: Setup) -> float:
     """Of the step's products with weights: three passes over the blocks, three over the head."""
     shape = shape_of(model.config, "bench")
-    bundles = bundle(gather_paths(terms(setup.sizes), "sequence"), setup.budget, share=True)
+    bundles = bundle(gather_paths(terms(setup.sizes), "sequence"), setup.budget, merge=True)
     live = sum(row_length(item.live) for item in bundles)
     frozen = sum(row_length(row) for item in bundles for rows in item.frozen.values() for row in rows)
     body = shape.body * (2 * live + frozen)

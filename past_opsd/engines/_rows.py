@@ -148,7 +148,7 @@ class Rows:
 
     def _shared(self, prompts: Sequence[Tokens]) -> tuple[Tokens, DynamicCache | None]:
         """A prefix of all prompts, computed once; empty where it is short, or a window would not see past it."""
-        common = min(packing.common(prompts), min(len(prompt) for prompt in prompts) - 1)
+        common = min(packing.common_prefix(prompts), min(len(prompt) for prompt in prompts) - 1)
         if common < SHARED_PREFIX or len(set(prompts)) == 1 or not self._model.full_attention:
             return (), None
         prefix = prompts[0][:common]

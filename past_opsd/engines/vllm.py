@@ -21,6 +21,7 @@ from past_opsd.engines import Request, StaleAdapterError
 from past_opsd.engines.torch import _stop_tokens
 from past_opsd.engines.vllm_backend import Backend, Draw, Drawn, Options, Probe, Served
 from past_opsd.lazy import Lazy
+from past_opsd.losses import at_tokens
 from past_opsd.types import Adapter, PastError, Response, Tokens, View, derive_seed
 
 if TYPE_CHECKING:
@@ -197,8 +198,8 @@ class VllmEngine:
         size = min(len(self._model.tokenizer), len(self._model.head))
         draws = (np.random.Generator(np.random.Philox(key=derive_seed("probe", i))) for i in range(PROBES))
         prompts: list[Tokens] = [tuple(rng.integers(size, size=PROBE_TOKENS).tolist()) for rng in draws]
-        logits = _logits(self._model, [(View(adapter, prompt), (0,)) for prompt in prompts])
-        rows = torch.cat([block.log_softmax(-1).cpu() for block in logits]).numpy()
+        reads = [(View(adapter, prompt), (0,)) for prompt in prompts]
+        rows = torch.cat([block.cpu() for block in _log_probs(self._model, reads)]).numpy()
         return tuple(Probe(prompt, row) for prompt, row in zip(prompts, rows, strict=True))
 
     def _compare(self, requests: Sequence[Request], responses: Sequence[Response], temperature: float) -> None:
@@ -250,20 +251,16 @@ def logprobs(model: Model, view: View, tokens: Tokens, temperature: float) -> np
     """The trainer's log-probabilities of a response at a temperature."""
     out: list[torch.Tensor] = []
     targets = torch.tensor(tokens)
-    for block in _logits(model, [(view, tokens)]):
-        rows = (block / temperature).log_softmax(-1)
-        chosen = targets[sum(len(o) for o in out) :][: len(rows)].to(rows.device)
-        out.append(rows.gather(1, chosen[:, None]).squeeze(1).cpu())
+    for block in _log_probs(model, [(view, tokens)], temperature):
+        chosen = targets[sum(len(o) for o in out) :][: len(block)].to(block.device)
+        out.append(at_tokens(block, chosen).cpu())
     return torch.cat(out).numpy()
 
 
-def _logits(model: Model, paths: Sequence[tuple[View, Tokens]]) -> list[torch.Tensor]:
+def _log_probs(model: Model, paths: Sequence[tuple[View, Tokens]], temperature: float = 1.0) -> list[torch.Tensor]:
+    """[rows, V] in order, a few rows at a time."""
     with torch.no_grad():
-        states = model.hidden(paths)
-        return [
-            torch.nn.functional.linear(states[i : i + ROWS], model.head, model.head_bias).float()
-            for i in range(0, len(states), ROWS)
-        ]
+        return [model.log_probs(states, temperature) for states in model.hidden(paths).split(ROWS)]
 
 
 def _spread(rows: Sequence[int], count: int) -> list[int]:

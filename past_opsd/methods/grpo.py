@@ -5,6 +5,7 @@
         -1/T_g sum_t min( rho A_g, clip(rho, 1 +- epsilon) A_g )                           [eq:grpo-objective]
         + beta/T_g sum_t KL( pi(. | H_t) || p_0(. | H_t) )
 
+With one optimizer step per snapshot the ratio rho is exactly 1: no epsilon binds, and there is no option for one.
 A group without spread has advantage zero and still counts in the mean, as in the paper's expectation. The reference
 penalty is optional; the reference is the initial policy (the bare base, adapters off).
 """
@@ -25,7 +26,8 @@ from past_opsd.types import Attempt, Batch, Term, View, by_problem, group_advant
 class Options(Section):
     """GRPO on the student."""
 
-    epsilon: float = Field(0.2, gt=0, description="the ratio's clip; with one step per snapshot the ratio is 1")
+    former = ("epsilon",)
+
     advantage_eps: float = Field(1e-4, ge=0, description="added to the group's standard deviation")
     beta: float = Field(0.0, ge=0, description="weight of the exact KL to the initial policy; 0 leaves it out")
 
@@ -71,7 +73,7 @@ class Grpo(Method):
             live=attempt.view,
             frozen=None,
             tokens=attempt.response.tokens,
-            loss=Reinforce(advantage, self._options.epsilon),
+            loss=Reinforce(advantage),
             temperature=self._temperature,
         )
 

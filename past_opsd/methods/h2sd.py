@@ -54,10 +54,11 @@ COUNTS = (
 class Options(Section):
     """H2SD, a reconstruction."""
 
+    former = ("epsilon",)
+
     strength: float = Field(0.5, ge=0, le=1, description="lam: how far the rephrasing view scales the advantage")
     strength_cycles: int = Field(50, ge=0, description="lam falls linearly to 0 over so many cycles; 0 keeps it")
     width: float = Field(0.2, ge=0, le=1, description="the scale of one token's advantage stays within 1 +- width")
-    epsilon: float = Field(0.2, gt=0, description="the ratio's clip; with one step per snapshot the ratio is 1")
     advantage_eps: float = Field(1e-4, ge=0, description="added to the group's standard deviation")
     alpha_fail: float = Field(1.0, ge=0, description="weight of the KL to the hinted view on failures; 0 leaves it out")
     tau: float = Field(math.inf, gt=0, description="clip of one vocabulary entry's contribution to that KL")
@@ -165,7 +166,7 @@ class H2sd(Method):
             live=attempt.view,
             frozen=self.teacher_view(attempt),
             tokens=attempt.response.tokens,
-            loss=ModulatedReinforce(advantage, self.strength, self._o.width, self._o.epsilon),
+            loss=ModulatedReinforce(advantage, self.strength, self._o.width),
             temperature=self._rollout.student.temperature,
         )
 
@@ -178,7 +179,7 @@ class H2sd(Method):
             live=attempt.view,
             frozen=None,
             tokens=attempt.response.tokens,
-            loss=Reinforce(advantage, self._o.epsilon),
+            loss=Reinforce(advantage),
             temperature=self._rollout.student.temperature,
         )
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from past_opsd.config import RolloutSection, Section
-from past_opsd.losses import GeneralizedJSD, Match, MatchPlusCE, Reinforce, SampledToken, Stay, TopK
+from past_opsd.losses import GeneralizedJSD, Imitate, Loss, Match, Reinforce, SampledToken, Stay, TopK
 from past_opsd.methods import Method, distill
 from past_opsd.prompts import Prompts
 from past_opsd.sampling import Controller, ControllerOptions, Draw, Draws, adaptive, fixed
@@ -29,6 +30,8 @@ from past_opsd.types import Attempt, Batch, Group, Term, View, group_advantages,
 
 class Options(Section):
     """PAST, with the paper's ablations as options."""
+
+    former = ("epsilon",)
 
     trajectory: bool = Field(True, description="the teacher reads the student's complete response")
     train_teacher: bool = Field(True, description="adapt the teacher; off keeps the initial weights")
@@ -44,7 +47,6 @@ class Options(Section):
     top_k: int = Field(100, ge=1, description="entries kept in 'top_k'")
     top_k_tail: bool = Field(False, description="'top_k' keeps the rest of the mass as one bucket")
     beta_kl: float = Field(0.05, ge=0, description="weight of the failed-path KL to the student")
-    epsilon: float = Field(0.2, gt=0, description="GRPO's ratio clip; with one step per snapshot the ratio is 1")
     advantage_eps: float = Field(1e-4, ge=0, description="added to the group's standard deviation")
     temperature: float = Field(1.0, gt=0, description="both views' logits are divided by this in matching and KL")
     sampler: Literal["adaptive", "fixed"] = Field("adaptive", description="how the failed branch draws continuations")
@@ -104,13 +106,13 @@ class Past(Method):
         """[eq:teacher-active-branch-loss]: examples within a branch first, then the active branches."""
         if not self._o.train_teacher:
             return []
-        correct = mean([self._keep(a)] for a in batch.correct) if self._o.branches != "failed" else []
+        correct = mean(self._keep(a) for a in batch.correct) if self._o.branches != "failed" else []
         failed = mean(self._improve(g) for g in groups if g.active) if self._o.branches != "correct" else []
         return mean([correct, failed])
 
-    def _keep(self, attempt: Attempt) -> Term:
+    def _keep(self, attempt: Attempt) -> list[Term]:
         """[eq:correct-teacher-loss]: keep the frozen student's distribution on its own correct trajectory."""
-        return Term(
+        term = Term(
             "correct",
             live=self.teacher_view(attempt),
             frozen=attempt.view,
@@ -118,6 +120,7 @@ class Past(Method):
             loss=self._matching(self._o.tau if self._o.clip_correct else math.inf),
             temperature=self._o.temperature,
         )
+        return self._with_ce(term)
 
     def _improve(self, group: Group) -> list[Term]:
         """[eq:failed-teacher-loss]: seek verified success, stay close to the student on successful paths."""
@@ -134,7 +137,7 @@ class Past(Method):
                     live=c.view,
                     frozen=None,
                     tokens=c.response.tokens,
-                    loss=Reinforce(advantage, self._o.epsilon),
+                    loss=Reinforce(advantage),
                     temperature=self._teacher_temperature,
                 )
             ]
@@ -154,20 +157,26 @@ class Past(Method):
 
     def student_terms(self, batch: Batch) -> list[Term]:
         """[eq:student-projection-objective] on every original trajectory, correct and failed."""
-        return mean([self._distill(a)] for a in batch.attempts)
+        return mean(self._distill(a) for a in batch.attempts)
 
-    def _distill(self, attempt: Attempt) -> Term:
-        return distill(attempt, self.teacher_view(attempt), self._matching(self._o.tau), self._o.temperature)
+    def _distill(self, attempt: Attempt) -> list[Term]:
+        loss = self._matching(self._o.tau)
+        return self._with_ce(distill(attempt, self.teacher_view(attempt), loss, self._o.temperature))
 
-    def _matching(self, tau: float) -> Any:
+    def _with_ce(self, term: Term) -> list[Term]:
+        """The term, and in the ablation "KL + CE" the scaled cross-entropy of its tokens."""
+        if self._o.objective != "kl_ce":
+            return [term]
+        ce = replace(term, name=f"{term.name}/ce", frozen=None, loss=Imitate())
+        return [term, *scale(self._o.ce_weight, [ce])]
+
+    def _matching(self, tau: float) -> Loss:
         """The distribution objective, [eq:pointwise-clipped-divergence] unless an ablation chose another."""
         match self._o.objective:
-            case "kl":
+            case "kl" | "kl_ce":
                 return Match(tau)
             case "jsd":
                 return GeneralizedJSD(self._o.jsd_beta, tau)
-            case "kl_ce":
-                return MatchPlusCE(tau, self._o.ce_weight)
             case "top_k":
                 return TopK(self._o.top_k, self._o.top_k_tail, tau)
             case "sampled_token":

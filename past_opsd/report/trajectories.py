@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from past_opsd import boundary, checkpoint, config
-from past_opsd.losses import Entrywise, Match, MatchPlusCE
+from past_opsd.losses import Divergence, Match
 from past_opsd.methods import Method
 from past_opsd.model import TRAINABLE, Model
 from past_opsd.reading import MOST, plain
@@ -63,7 +63,7 @@ def read(
     teacher: View | None,
     tokens: Tokens,
     temperature: float = 1.0,
-    clip: Entrywise | None = None,
+    clip: Divergence | None = None,
     top: int = TOP,
 ) -> Reading:
     """KL(teacher || student), entropies, probabilities and the likeliest entries along `tokens`.
@@ -94,8 +94,7 @@ def _log_probs(model: Model, view: View, tokens: Tokens, temperature: float) -> 
     network = model.expert if view.adapter == "expert" and model.expert is not None else model
     rows = max(1, _CELLS // len(network.head))
     for start in range(0, len(states), rows):
-        logits = torch.nn.functional.linear(states[start : start + rows], network.head, network.head_bias)
-        yield torch.log_softmax(logits.float() / temperature, dim=-1)
+        yield network.log_probs(states[start : start + rows], temperature)
 
 
 def _extend(p: list[float], entropy: list[float], best: list, logp: Tensor, ids: Tensor, top: int) -> None:
@@ -107,7 +106,7 @@ def _extend(p: list[float], entropy: list[float], best: list, logp: Tensor, ids:
         best.extend(list(zip(i, v, strict=True)) for i, v in zip(indices.tolist(), values.tolist(), strict=True))
 
 
-def _clipped(loss: Entrywise, live: Tensor, frozen: Tensor) -> list[int]:
+def _clipped(loss: Divergence, live: Tensor, frozen: Tensor) -> list[int]:
     contribution, slope = torch.empty_like(live), torch.empty_like(live)
     loss.entries(live.exp(), frozen.exp(), frozen - live, contribution, slope)
     return (contribution >= loss.tau).sum(-1).tolist()
@@ -306,14 +305,12 @@ def _attempt(row: Row, problem: Problem) -> Attempt:
     return Attempt(problem, View(row["adapter"], tuple(row["prompt_tokens"])), response, verdict)
 
 
-def _objective(method: Method, attempt: Attempt, teacher: View) -> tuple[float, Entrywise | None]:
+def _objective(method: Method, attempt: Attempt, teacher: View) -> tuple[float, Divergence | None]:
     """The temperature and the clipped loss with which the method sets this teacher over the attempt."""
     for term in method.student_terms(route([attempt], [attempt.problem])):
         if term.frozen == teacher and term.live == attempt.view:
-            loss = Match(term.loss.tau) if isinstance(term.loss, MatchPlusCE) else term.loss
-            if isinstance(loss, Entrywise) and loss.mode == "entry" and math.isfinite(loss.tau):
-                return term.temperature, loss
-            return term.temperature, None
+            loss = term.loss
+            return term.temperature, loss if isinstance(loss, Divergence) and math.isfinite(loss.tau) else None
     return 1.0, None
 
 
@@ -358,7 +355,7 @@ class _Scribe:
             out["clipped"] = reading.clipped
         return out | self._response(row, tokens)
 
-    def _objective(self, attempt: Attempt, teacher: View) -> tuple[float, Entrywise | None]:
+    def _objective(self, attempt: Attempt, teacher: View) -> tuple[float, Divergence | None]:
         temperature, clip = _objective(self._method, attempt, teacher)
         self.tau = self.tau if clip is None else clip.tau
         return temperature, clip

@@ -80,7 +80,6 @@ class PASTConfig:
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 0.1
-    epsilon: float = 0.2
     beta: float = field(default=0.0, metadata={"help": "grpo: weight of the KL to the initial policy"})
     kl_coef: float = field(default=0.05, metadata={"help": "the paper's beta_KL (TRL's beta means several things)"})
     loss_type: str = field(default="grpo", metadata={"help": "grpo, dapo or bnpo: how tokens are averaged"})
@@ -383,7 +382,6 @@ def _method(default: Mapping[str, Any], args: PASTConfig) -> dict[str, Any]:
         "tau": args.distillation_kl_clip,
         "beta_kl": args.kl_coef,
         "beta": args.beta,
-        "epsilon": args.epsilon,
         "group_max": args.num_generations,
         "objective": _choice("distillation_mode", args, modes),
         "top_k": args.distillation_topk,

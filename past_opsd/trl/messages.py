@@ -59,7 +59,6 @@ ARGUMENTS: Mapping[str, str] = {
     "method.tau": "distillation_kl_clip",
     "method.beta_kl": "kl_coef",
     "method.beta": "beta",
-    "method.epsilon": "epsilon",
     "method.group_max": "num_generations",
     "method.objective": "distillation_mode",
     "method.top_k_tail": "distillation_add_tail",

@@ -61,7 +61,7 @@ def test_without_any_spread_there_is_nothing_to_step_on():
 
 
 def test_the_penalty_pulls_on_every_response_whatever_its_outcome():
-    made = method("method.beta=0.1", "method.epsilon=0.3", "rollout.student.temperature=1.2")
+    made = method("method.beta=0.1", "rollout.student.temperature=1.2")
     terms = made.student_terms(batch("11", "10"))
     assert [t.name for t in terms] == ["reinforce", "stay"] * 4
     for term in terms:
@@ -71,7 +71,7 @@ def test_the_penalty_pulls_on_every_response_whatever_its_outcome():
             assert term.weight == pytest.approx(0.1 / 4)
         else:
             assert isinstance(term.loss, Reinforce)
-            assert term.loss.epsilon == 0.3
+            assert term.frozen is None
     assert [t.name for t in made.student_terms(batch("11"))].count("stay") == 2
 
 

@@ -12,8 +12,7 @@ from rounding import follow
 from past_opsd import config
 from past_opsd.config import Sampling
 from past_opsd.lab import Work
-from past_opsd.learner import Path as LivePath
-from past_opsd.learner import Rows, job_key, stack_jobs
+from past_opsd.learner import stack_jobs
 from past_opsd.losses import ModulatedReinforce, Reinforce, Stay
 from past_opsd.methods.h2sd import H2sd
 from past_opsd.prompts import Prompts
@@ -70,7 +69,7 @@ def test_the_outcome_chooses_view_and_objective(h2sd: Session):
         assert term.weight == pytest.approx(1 / 4)
         if a.verdict.correct:
             assert term.frozen == View("base", prompts.rephrase(PROBLEM, a.response.text))
-            assert (term.name, term.loss) == ("modulated", ModulatedReinforce(pytest.approx(advantage), 0.5, 0.2, 0.2))
+            assert (term.name, term.loss) == ("modulated", ModulatedReinforce(pytest.approx(advantage), 0.5, 0.2))
         else:
             assert term.frozen == View("base", prompts.hint(PROBLEM, "6*7=2; 2*3=6; "))
             assert (term.name, term.loss) == ("distill", Stay(math.inf))
@@ -108,7 +107,7 @@ def test_the_uncertain_choices_are_options(h2sd: Session):
     assert summary(method(h2sd, "method.alpha_fail=0.0").student_terms(batch)) == [("modulated", 0.5)]
     terms = method(h2sd, "method.punish_failures=true", "rollout.student.temperature=1.1").student_terms(batch)
     punish = next(t for t in terms if t.name == "punish")
-    assert punish.loss == Reinforce(pytest.approx(-0.5 / (math.sqrt(0.5) + 1e-4)), 0.2)
+    assert punish.loss == Reinforce(pytest.approx(-0.5 / (math.sqrt(0.5) + 1e-4)))
     assert (punish.frozen, punish.temperature, punish.weight) == (None, 1.1, 0.5)
 
 
@@ -127,15 +126,13 @@ def test_the_modulation_fades(h2sd: Session):
 
 def test_modulated_terms_of_different_advantages_share_a_call():
     losses = [ModulatedReinforce(a, 0.4, 0.3) for a in (1.5, -0.5)]
-    assert job_key(losses[0]) == job_key(losses[1]) != job_key(ModulatedReinforce(1.5, 0.39, 0.3))
-    assert job_key(losses[0]) != job_key(Reinforce(1.5))
     view = View("student", (1,))
     terms = [Term("modulated", view, view, (5,) * n, loss) for n, loss in zip((2, 3), losses, strict=True)]
-    rows = [Rows(LivePath(view, t.tokens), 0, None, [(t, 1.0)]) for t in terms]
-    _, (job,) = stack_jobs(rows, torch.device("cpu"))
+    (job,) = stack_jobs([[(t, 0.1 * len(t.tokens))] for t in terms], torch.device("cpu")).values()
     assert isinstance(job.loss, ModulatedReinforce)
     assert torch.as_tensor(job.loss.advantage).tolist() == [1.5, 1.5, -0.5, -0.5, -0.5]
     assert (job.loss.strength, job.loss.width) == (0.4, 0.3)
+    assert job.weight.tolist() == pytest.approx([0.2, 0.2, 0.3, 0.3, 0.3])
 
 
 # Hints.

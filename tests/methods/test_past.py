@@ -7,7 +7,7 @@ import pytest
 from rounding import follow
 
 from past_opsd import config
-from past_opsd.losses import GeneralizedJSD, Match, MatchPlusCE, Reinforce, SampledToken, Stay, TopK
+from past_opsd.losses import GeneralizedJSD, Imitate, Match, Reinforce, SampledToken, Stay, TopK
 from past_opsd.methods.past import Past
 from past_opsd.train import Session, session
 from past_opsd.types import Attempt, Batch, Group, PastError, Problem, Response, Verdict, View, route
@@ -112,7 +112,7 @@ def test_branches(past: Session):
         ("method.objective='kl'", Match(1.0), Match(1.0)),
         ("method.clip_correct=false", Match(math.inf), Match(1.0)),
         ("method.objective='jsd'", GeneralizedJSD(0.5, 1.0), GeneralizedJSD(0.5, 1.0)),
-        ("method.objective='kl_ce'", MatchPlusCE(1.0, 1.0), MatchPlusCE(1.0, 1.0)),
+        ("method.objective='kl_ce'", Match(1.0), Match(1.0)),
         ("method.objective='top_k'", TopK(100, False, 1.0), TopK(100, False, 1.0)),
         ("method.objective='sampled_token'", SampledToken(), SampledToken()),
     ],
@@ -122,6 +122,17 @@ def test_objectives(past: Session, override: str, correct, distill):
     a = attempt(past, True)
     assert made.teacher_terms(Batch((a,), ()), [])[0].loss == correct
     assert made.student_terms(Batch((a,), ()))[0].loss == distill
+
+
+def test_kl_and_ce_are_two_terms_on_the_same_path(past: Session):
+    made = method(past, "method.objective='kl_ce'", "method.ce_weight=0.3", "method.temperature=1.2")
+    batch = Batch((attempt(past, True), attempt(past, True)), ())
+    for terms, name in ((made.teacher_terms(batch, []), "correct"), (made.student_terms(batch), "distill")):
+        assert [t.name for t in terms] == [name, f"{name}/ce"] * 2
+        for kl, ce in zip(terms[::2], terms[1::2], strict=True):
+            assert (ce.live, ce.tokens, ce.temperature) == (kl.live, kl.tokens, kl.temperature)
+            assert (ce.loss, ce.frozen) == (Imitate(), None)
+            assert (kl.weight, ce.weight) == (0.5, pytest.approx(0.15))
 
 
 def test_failed_path_clipping_is_an_option(past: Session):

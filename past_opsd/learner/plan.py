@@ -1,0 +1,147 @@
+"""Terms to micro-batches: which terms share a live forward, which forwards share a row, which rows go together.
+
+Weights are fixed here, before the first forward, so micro-batches, their size, their padding and the number of
+processes among which they are divided do not change the update.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from past_opsd import packing
+from past_opsd.distributed import balance
+from past_opsd.losses import Reduction, token_weights
+from past_opsd.types import Adapter, Term, Tokens, View
+
+Weighted = tuple[Term, float]
+"""A term with its weight per token."""
+
+
+@dataclass
+class Path:
+    """One live forward: a view along token ids, with every term that reads it."""
+
+    live: View
+    tokens: Tokens
+    terms: list[Weighted] = field(default_factory=list)
+
+    def by_frozen(self) -> dict[tuple[View | None, float], list[Weighted]]:
+        """Terms by (frozen view, temperature); terms without a frozen view ride along with those that have one."""
+        found: dict[tuple[View | None, float], list[Weighted]] = defaultdict(list)
+        for term, weight in self.terms:
+            found[term.frozen, term.temperature].append((term, weight))
+        for frozen, temperature in [key for key in found if key[0] is None]:
+            hosts = [key for key in found if key[0] is not None and key[1] == temperature]
+            if hosts:
+                found[hosts[0]].extend(found.pop((frozen, temperature)))
+        return dict(found)
+
+
+def gather_paths(terms: Sequence[Term], reduction: Reduction) -> list[Path]:
+    """Terms grouped by live forward, with the per-token weights of the chosen reduction."""
+    weights: list[float] = [0.0] * len(terms)
+    names: dict[str, list[int]] = defaultdict(list)
+    for i, term in enumerate(terms):
+        names[term.name].append(i)
+    for members in names.values():
+        lengths = [len(terms[i].tokens) for i in members]
+        per_token = token_weights(lengths, [terms[i].weight for i in members], reduction)
+        for i, weight in zip(members, per_token, strict=True):
+            weights[i] = weight
+    paths: dict[tuple[View, Tokens, int], Path] = {}
+    seen: Counter[tuple[View, Tokens, str]] = Counter()
+    for term, weight in zip(terms, weights, strict=True):
+        # The same response drawn twice is two paths: the n-th term of a name belongs to the n-th of them.
+        copy = seen[term.live, term.tokens, term.name]
+        seen[term.live, term.tokens, term.name] += 1
+        path = paths.setdefault((term.live, term.tokens, copy), Path(term.live, term.tokens))
+        path.terms.append((term, weight))
+    return list(paths.values())
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Paths whose live forward is one row: a path alone, or several whose prompts have a prefix in common."""
+
+    paths: Sequence[Path]
+
+    @cached_property
+    def live(self) -> list[packing.Read]:
+        """The row of the live forward."""
+        return [(path.live, path.tokens) for path in self.paths]
+
+    @cached_property
+    def frozen(self) -> dict[Adapter, list[list[packing.Read]]]:
+        """The rows of the frozen forwards: a row for several paths, as live; a row each where one path has several."""
+        found: dict[Adapter, dict[packing.Read, None]] = defaultdict(dict)
+        for path in self.paths:
+            for term, _ in path.terms:
+                if term.frozen is not None:
+                    found[term.frozen.adapter][term.frozen, path.tokens] = None
+        alone = len(self.paths) == 1
+        return {adapter: [[r] for r in reads] if alone else [list(reads)] for adapter, reads in found.items()}
+
+    @cached_property
+    def width(self) -> int:
+        """Tokens of the longest row, live or frozen."""
+        return max(map(packing.row_length, [self.live, *(row for rows in self.frozen.values() for row in rows)]))
+
+    @cached_property
+    def height(self) -> int:
+        """Rows of the largest forward."""
+        return max([1, *map(len, self.frozen.values())])
+
+
+def bundle(paths: Sequence[Path], token_budget: int, merge: bool) -> list[Bundle]:
+    """Paths with a common prefix together where that pays; a row of several never exceeds the budget."""
+    if not merge:
+        return [Bundle([path]) for path in paths]
+    order = {id(path): i for i, path in enumerate(paths)}
+    groups: list[list[Path]] = []
+    prefix = 0
+    for path in sorted(paths, key=lambda p: p.live.prompt):
+        # They are sorted, so all of a group begin with what its first and its last begin with.
+        also = packing.common_prefix([groups[-1][0].live.prompt, path.live.prompt]) if groups else 0
+        if also >= packing.WORTH and also * len(groups[-1]) > prefix * (len(groups[-1]) - 1):
+            groups[-1].append(path)
+            prefix = also
+        else:
+            groups.append([path])
+    made = [row for group in groups for row in _divide(group, token_budget)]
+    return sorted(made, key=lambda b: order[id(b.paths[0])])
+
+
+def _divide(paths: Sequence[Path], token_budget: int) -> list[Bundle]:
+    """As few rows as fit the budget, and these alike: the longest decides about the memory."""
+    fewest = -(-Bundle(paths).width // token_budget)
+    for count in range(fewest, len(paths)):
+        size = -(-len(paths) // count)
+        rows = [Bundle(paths[i : i + size]) for i in range(0, len(paths), size)]
+        several = [row for row in rows if len(row.paths) > 1]
+        if not all(packing.pays(row.live) for row in several):
+            break
+        if all(row.width <= token_budget for row in several):
+            return rows
+    return [Bundle([path]) for path in paths]
+
+
+def micro_batches(bundles: Sequence[Bundle], token_budget: int) -> Iterator[list[Bundle]]:
+    """Length-sorted batches whose padded size stays within the budget; a longer path goes alone, never cut."""
+    widths, heights = [item.width for item in bundles], [item.height for item in bundles]
+    for batch in packing.batches(widths, token_budget, heights):
+        yield [bundles[i] for i in batch]
+
+
+def plan(
+    terms: Sequence[Term], reduction: Reduction, token_budget: int, merge: bool, ranks: int
+) -> list[list[list[Bundle]]]:
+    """Every rank's micro-batches; all ranks know all of them."""
+    paths = gather_paths(terms, reduction)
+    # A row that holds more than its part of a rank's work would leave other ranks idle.
+    limit = token_budget if ranks == 1 else min(token_budget, -(-sum(Bundle([p]).width for p in paths) // ranks))
+    bundles = bundle(paths, limit, merge)
+    chosen = balance([item.width * item.height for item in bundles], ranks)
+    return [list(micro_batches([bundles[i] for i in own], token_budget)) for own in chosen]
