@@ -23,15 +23,11 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Ledger:
-    """Totals over the cycles so far, the boundaries that were evaluated, and digests of the records of both.
-
-    `altered` names the records that a resume found to be others than were written.
-    """
+    """Totals over the cycles so far, the boundaries that were evaluated, and digests of the records of both."""
 
     costs: dict[str, int] = field(default_factory=dict)
     evaluated: list[int] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
-    altered: list[str] = field(default_factory=list)
 
     def dump(self) -> dict[str, Any]:
         """As plain data, for a checkpoint."""
@@ -81,8 +77,7 @@ def take_up(run: RunFolder, state: Mapping[str, Any], recipe: Recipe, tell: Tell
     if step and not ledger.costs:
         notes.append(f"the costs of cycles before {step}; totals count from there")
     notes = [f"lost: {note}" for note in notes]
-    ledger.altered = sorted({*ledger.altered, *run.altered(ledger.digests)})
-    notes += _told(ledger)
+    notes += [f"altered: {name} is not what the run wrote" for name in run.altered(ledger.digests)]
     for note in notes:
         tell(note)
     if notes:
@@ -104,7 +99,7 @@ def lost(run: RunFolder, step: int, evaluated: Iterable[int]) -> list[str]:
 
 
 def warnings(run: RunFolder) -> list[str]:
-    """What is lost up to the newest checkpoint, which came after all of it was written, and what was found altered."""
+    """What is lost up to the newest checkpoint, which came after all of it was written."""
     steps = run.steps()
     if not steps:
         return []
@@ -112,11 +107,7 @@ def warnings(run: RunFolder) -> list[str]:
         ledger = _read(checkpoint.read_state(run.checkpoint(steps[-1]))) or Ledger()
     except PastError:
         ledger = Ledger()
-    return [f"lost: {text}" for text in lost(run, steps[-1], ledger.evaluated)] + _told(ledger)
-
-
-def _told(ledger: Ledger) -> list[str]:
-    return [f"altered: {name} is not what the run wrote" for name in ledger.altered]
+    return [f"lost: {text}" for text in lost(run, steps[-1], ledger.evaluated)]
 
 
 def _read(state: Mapping[str, Any]) -> Ledger | None:
@@ -124,7 +115,7 @@ def _read(state: Mapping[str, Any]) -> Ledger | None:
         kept = state["records"]
         costs, evaluated = {str(k): int(v) for k, v in kept["costs"].items()}, [int(step) for step in kept["evaluated"]]
         digests = {str(k): str(v) for k, v in kept.get("digests", {}).items()}  # earlier versions kept none
-        return Ledger(costs, evaluated, digests, [str(name) for name in kept.get("altered", [])])
+        return Ledger(costs, evaluated, digests)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from past_opsd import attempts
 from past_opsd.folder import RunFolder, read_lines
 from past_opsd.record import Recorder, lost
 from past_opsd.train import Session
+from past_opsd.types import PastError
 
 
 @pytest.fixture
@@ -34,6 +38,19 @@ def test_rollouts_hold_what_the_paper_lists(recorded):
         )
         assert (row["cycle"], row["adapter"], row["version"]) == (1, "student", 1)
         assert row["logprobs"] == pytest.approx(a.response.logprobs)
+
+
+def test_attempts_are_read_as_they_were(recorded):
+    _, cycles, folder = recorded
+    rows = attempts.read(RunFolder(folder).rollouts.path(1))
+    for row, a in zip(rows, cycles[1].batch.attempts, strict=True):
+        found = attempts.attempt(row, a.problem)
+        logprobs = tuple(float(np.float32(p)) for p in a.response.logprobs)  # as the file keeps them
+        assert found == replace(a, response=replace(a.response, logprobs=logprobs))
+    longest = max(len(row["prompt_tokens"]) + len(row["tokens"]) for row in rows)
+    for sizes in ((1, longest), (2**31, longest - 1)):
+        with pytest.raises(PastError, match=r"cycle-00001\.parquet: cannot be read"):
+            attempts.read(RunFolder(folder).rollouts.path(1), *sizes)
 
 
 def test_continuations_name_their_trajectory(recorded):

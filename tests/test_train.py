@@ -8,13 +8,15 @@ import signal
 import threading
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from conftest import SMALL, Quiet
 from ranks import Launcher
 
 from past_opsd import checkpoint, config
 from past_opsd.folder import RunFolder
-from past_opsd.train import differences, train
+from past_opsd.resume import differences
+from past_opsd.train import train
 from past_opsd.types import PastError
 
 KILLED = [*SMALL, "run.checkpoint_every=2", "evaluation.at=[0.0, 1.0]"]
@@ -146,6 +148,7 @@ def test_a_run_can_be_extended_to_what_a_longer_one_would_be(
         name = next(name for name in found if name.endswith("state.json"))
         state = json.loads(found.pop(name))
         assert state["records"].pop("evaluated") == ([0, 3, 5] if found is extended else [0, 5])
+        assert (state["records"]["digests"].pop("evaluations/step-00003.json", None) is None) == (found is whole)
         found[name] = json.dumps(state).encode()
         del found[name.replace("state.json", "MANIFEST.json")]
     assert extended == whole
@@ -384,7 +387,31 @@ def test_a_resume_says_what_is_lost_and_counts_on(half: Path, unbroken: Path, sm
 
 def test_a_whole_run_has_nothing_to_say_of_its_records(half: Path, small_recipe, quiet: Quiet):
     outcome = train(small_recipe("embedded/past", *KILLED), half, True, quiet)
-    assert not any("lost" in text or "anew" in text for text in (*quiet.notes, *outcome.warnings))
+    told = ("lost", "altered", "anew")
+    assert not any(word in text for text in (*quiet.notes, *outcome.warnings) for word in told)
+
+
+def test_a_resume_says_which_record_was_altered(
+    half: Path, small_recipe, quiet: Quiet, monkeypatch: pytest.MonkeyPatch
+):
+    """Files that are whole and valid, but not those that were written; and the state is read once."""
+    run, reads = RunFolder(half), []
+    file = run.rollouts.path(1)
+    table = pq.read_table(file)
+    pq.write_table(table.set_column(table.schema.get_field_index("reason"), "reason", [["wrong"] * len(table)]), file)
+    scores = run.evaluations.path(0)
+    scores.write_text(scores.read_text().replace('"dropped": 0', '"dropped": 1'))
+    run.metrics_file.write_text(run.metrics_file.read_text().replace('"rollout/dropped": 0', '"rollout/dropped": 1', 1))
+    read = checkpoint.read_json
+    monkeypatch.setattr(checkpoint, "read_json", lambda path: reads.append(path) or read(path))
+    assert train(small_recipe("embedded/past", *KILLED), half, True, quiet).finished
+    assert sorted(note for note in quiet.notes if note.startswith("altered: ")) == [
+        "altered: evaluations/step-00000.json is not what the run wrote",
+        "altered: metrics.jsonl, cycle 0 is not what the run wrote",
+        "altered: rollouts/cycle-00001.parquet is not what the run wrote",
+    ]
+    assert any("the checkpoint of boundary 2 is whole" in note for note in quiet.notes)
+    assert reads.count(run.checkpoint(2) / "state.json") == 1
 
 
 def test_the_evaluation_of_the_boundary_a_run_stands_at_is_made_again(
