@@ -6,8 +6,7 @@ is measured along token ids goes from hidden states through the head chunk by ch
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +18,13 @@ from torch import Tensor
 
 from past_opsd import checkpoint, config, packing
 from past_opsd.engines.vllm_backend import HOSTS, Options, unvouched
-from past_opsd.files import enclosed, write_text
+from past_opsd.folder import RunFolder
 from past_opsd.lab import Work
 from past_opsd.model import Model
 from past_opsd.pretrained import on_disk
+from past_opsd.resume import differences
 from past_opsd.tasks._rows import on_disk as data_on_disk
-from past_opsd.train import Session, differences, session
+from past_opsd.train import Session, session
 from past_opsd.types import Adapter, Attempt, PastError, Problem, Response, Tokens, Verdict, View, derive_seed
 
 # Without these the adapters mean something else; a changed verifier or recipe is only worth a note.
@@ -38,7 +38,7 @@ class Boundary:
     """A run's parts at one boundary."""
 
     parts: Session
-    run: Path
+    run: RunFolder
     teacher: Adapter
     step: int = 0
     notes: list[str] = field(default_factory=list)
@@ -49,11 +49,10 @@ class Boundary:
 
     def move(self, step: int) -> None:
         """Load both adapters of another checkpoint and let the engine serve them."""
-        path = checkpoint.folder(self.run, step)
+        path = self.run.checkpoint(step)
         state = checkpoint.read_state(path)
         self.notes = _compare(state.get("identity"), self.parts, path)
-        checkpoint.load_adapter(self.parts.model, "student", path)
-        checkpoint.load_adapter(self.parts.model, "teacher", path / "teacher")
+        checkpoint.load_adapters(self.parts.model, path)
         checkpoint.restore_method(path, state, self.parts.loop.method)
         self.parts.loop.publish()
         self.step = step
@@ -65,10 +64,11 @@ class Boundary:
 
 
 @contextmanager
-def opened(run: Path, step: int, trust: bool = False) -> Iterator[Boundary]:
+def opened(folder: Path, step: int, trust: bool = False) -> Iterator[Boundary]:
     """The run at the checkpoint of this step. Code that its recipe names is run only with `trust`."""
-    require_trust(run, entrusted(recipe_of(run)), trust)
-    with session(config.load(str(run / "recipe.toml"))) as parts:
+    run = RunFolder(folder)
+    require_trust(run, entrusted(run.recipe()), trust)
+    with session(config.load(run.recipe_file)) as parts:
         boundary = Boundary(parts, run, teacher_adapter(parts))
         boundary.move(step)
         yield boundary
@@ -105,7 +105,7 @@ def entrusted(recipe: config.Recipe) -> list[str]:
     return [*code(recipe), *remote(recipe), *reached(recipe)]
 
 
-def require_trust(run: Path, named: Sequence[str], trust: bool) -> None:
+def require_trust(run: RunFolder, named: Sequence[str], trust: bool) -> None:
     """A run's folder may be somebody else's: what its recipe names is run, fetched or asked when a person says so."""
     if named and not trust:
         fetched = [name for name in named if name.endswith("from the hub")]
@@ -115,45 +115,38 @@ def require_trust(run: Path, named: Sequence[str], trust: bool) -> None:
         would = "; ".join(f"{what}: {', '.join(names)}" for what, names in kinds.items() if names)
         hosts = f" (or name the servers in {HOSTS})" if sent else ""
         raise PastError(
-            f"{run / 'recipe.toml'} would {would}. Nothing of it was done. "
+            f"{run.recipe_file} would {would}. Nothing of it was done. "
             f"If it is yours, or you trust it, say so with --trust{hosts}"
         )
 
 
-def recipe_of(run: Path) -> config.Recipe:
-    """The run's own recipe; no module that it names is imported."""
-    file = run / "recipe.toml"
-    if not file.is_file():
-        raise PastError(f"{run}: not a run folder (it holds no recipe.toml); give the --out folder of 'past train'")
-    enclosed(run)
-    return config.load(str(file), imports=False)
-
-
-def choose(run: Path, step: int | None) -> tuple[int, list[str]]:
+def choose(folder: Path, step: int | None) -> tuple[int, list[str]]:
     """The wanted boundary, or the newest whole one with a line for each damaged one passed over."""
-    recipe_of(run)
-    kept = checkpoint.steps(run)
+    run = RunFolder(folder)
+    run.recipe()
+    kept = run.steps()
     if not kept:
         raise PastError(f"{run}: the run has no checkpoint yet")
     if step is None:
         path, notes = checkpoint.newest_whole(run)
         if path is None:
             raise PastError(f"{run}: no checkpoint is whole; " + "; ".join(notes))
-        return int(path.name.rpartition("-")[2]), notes
+        return run.checkpoints.number(path), notes
     if step not in kept:
         raise PastError(f"{run}: no checkpoint of step {step}; kept are {', '.join(map(str, kept))}")
-    problem = checkpoint.damage(checkpoint.folder(run, step))
+    problem = checkpoint.damage(run.checkpoint(step))
     if problem is not None:
         others = ", ".join(str(s) for s in kept if s != step) or "none"
-        raise PastError(f"{checkpoint.folder(run, step)} is damaged ({problem}); other steps kept: {others}")
+        raise PastError(f"{run.checkpoint(step)} is damaged ({problem}); other steps kept: {others}")
     return step, []
 
 
-def whole(run: Path) -> tuple[list[int], list[str]]:
+def whole(folder: Path) -> tuple[list[int], list[str]]:
     """Every undamaged boundary, and a line for each damaged one."""
-    choose(run, None)
-    problems = {step: checkpoint.damage(checkpoint.folder(run, step)) for step in checkpoint.steps(run)}
-    notes = [f"{checkpoint.folder(run, s)} is damaged ({p}); left out" for s, p in problems.items() if p is not None]
+    choose(folder, None)
+    run = RunFolder(folder)
+    problems = {step: checkpoint.damage(run.checkpoint(step)) for step in run.steps()}
+    notes = [f"{run.checkpoint(s)} is damaged ({p}); left out" for s, p in problems.items() if p is not None]
     return [step for step, problem in problems.items() if problem is None], notes
 
 
@@ -214,14 +207,6 @@ def responses(at: Boundary, problems: Sequence[Problem], samples: int, role: str
         for sample in range(samples)
     ]
     return loop.attempt(work, loop.rollout.student)
-
-
-def save(run: Path, name: str, result: Mapping[str, Any]) -> Path:
-    """Write RUN/probes/NAME.json."""
-    enclosed(run)
-    file = run / "probes" / f"{name}.json"
-    write_text(file, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    return file
 
 
 def stop_tokens(model: Model) -> set[int]:

@@ -18,7 +18,6 @@ import base64
 import hashlib
 import json
 import random
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -30,19 +29,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from past_opsd.files import aside, fresh_folder, leftovers, put, sync, sync_all, temporary_name, writing
+from past_opsd.folder import ADAPTER, CHECKPOINT, MANIFEST, OPTIMIZERS, STATE, TEACHER, RunFolder
 from past_opsd.learner import Learner
 from past_opsd.model import TRAINABLE, Model
 from past_opsd.reading import plain, read_json
 from past_opsd.types import Adapter, PastError
 
 FORMAT = 1
-MANIFEST = "MANIFEST.json"
-_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-FILES = frozenset(
-    {*_ADAPTER, *(f"teacher/{name}" for name in _ADAPTER)}
-    | {"state.json", *(f"optimizer-{adapter}.safetensors" for adapter in TRAINABLE)}
-)
-"""What a whole checkpoint has besides its manifest."""
 
 
 class Stateful(Protocol):
@@ -51,21 +44,9 @@ class Stateful(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
-def folder(run: Path, step: int) -> Path:
-    """Where the checkpoint of a boundary lives."""
-    return run / "checkpoints" / f"checkpoint-{step:05d}"
-
-
-def steps(run: Path) -> list[int]:
-    """Boundaries with a checkpoint, oldest first; a copy under another name is none."""
-    names = (p.name for p in (run / "checkpoints").glob("checkpoint-*") if p.is_dir())
-    numbers = (re.fullmatch(r"checkpoint-([0-9]{5}|[1-9][0-9]{5,})", name) for name in names)
-    return sorted(int(number[1]) for number in numbers if number)
-
-
-def save(run: Path, step: int, model: Model, learner: Learner, state: Mapping[str, Any]) -> Path:
+def save(run: RunFolder, step: int, model: Model, learner: Learner, state: Mapping[str, Any]) -> Path:
     """Write the checkpoint of boundary `step` atomically; weights that are not numbers are refused."""
-    final = folder(run, step)
+    final = run.checkpoint(step)
     for adapter in TRAINABLE:
         _finite(model.parameters(adapter), f"the {adapter}'s adapter at boundary {step}, which is not saved,")
     _sweep(run)
@@ -78,14 +59,14 @@ def save(run: Path, step: int, model: Model, learner: Learner, state: Mapping[st
 
 
 def _write(path: Path, step: int, model: Model, learner: Learner, state: Mapping[str, Any]) -> None:
-    (path / "teacher").mkdir()
+    (path / TEACHER).mkdir()
     model.save_adapter("student", path)
-    model.save_adapter("teacher", path / "teacher")
+    model.save_adapter("teacher", path / TEACHER)
     for adapter in TRAINABLE:
-        save_file(_optimizer_state(model, learner, adapter), path / f"optimizer-{adapter}.safetensors")
+        save_file(_optimizer_state(model, learner, adapter), path / OPTIMIZERS[adapter])
     progress = {"format": FORMAT, "next_cycle": step, "steps": learner.steps, "versions": model.versions}
     plain = progress | {"rng": _rng_states()} | dict(state)
-    (path / "state.json").write_text(json.dumps(plain, indent=1, ensure_ascii=False), encoding="utf-8")
+    (path / STATE).write_text(json.dumps(plain, indent=1, ensure_ascii=False), encoding="utf-8")
     files = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
     manifest = {name: {"bytes": (path / name).stat().st_size, "sha256": _hash(path / name)} for name in files}
     (path / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -96,7 +77,7 @@ def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None when it is whole."""
     try:
         manifest = read_json(path / MANIFEST)
-        missing = sorted(FILES - set(manifest))
+        missing = sorted(CHECKPOINT - set(manifest))
         if missing:
             return f"{MANIFEST} does not list {missing[0]}"
         for name, entry in manifest.items():
@@ -112,11 +93,11 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def newest_whole(run: Path) -> tuple[Path | None, list[str]]:
+def newest_whole(run: RunFolder) -> tuple[Path | None, list[str]]:
     """The newest undamaged checkpoint, and a line for every damaged one passed over."""
     notes: list[str] = []
-    for step in reversed(steps(run)):
-        path = folder(run, step)
+    for step in reversed(run.steps()):
+        path = run.checkpoint(step)
         problem = damage(path)
         if problem is None:
             return path, notes
@@ -124,9 +105,9 @@ def newest_whole(run: Path) -> tuple[Path | None, list[str]]:
     return None, notes
 
 
-def set_aside(run: Path, after: int, label: str = "damaged") -> None:
+def set_aside(run: RunFolder, after: int, label: str = "damaged") -> None:
     """Checkpoints after the boundary a run goes on from, damaged or not wanted, no longer count as its boundaries."""
-    for path in (folder(run, step) for step in steps(run) if step > after):
+    for path in (run.checkpoint(step) for step in run.steps() if step > after):
         with writing(path):
             path.rename(aside(path, label))
 
@@ -134,7 +115,7 @@ def set_aside(run: Path, after: int, label: str = "damaged") -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """The checkpoint's plain data."""
     try:
-        state = read_json(path / "state.json")
+        state = read_json(path / STATE)
     except PastError as error:
         raise PastError(f"{path}: state.json cannot be read ({error})") from None
     if not isinstance(state, dict) or "format" not in state:
@@ -146,17 +127,16 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def restore(path: Path, model: Model, learner: Learner) -> dict[str, Any]:
-    """Put adapters, optimizers, counters and RNG states back; returns the plain state."""
-    state = read_state(path)
-    load_adapter(model, "student", path)
-    load_adapter(model, "teacher", path / "teacher")
+def restore(path: Path, model: Model, learner: Learner, state: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Put adapters, optimizers, counters and RNG states back; returns the plain state, read here if it is not given."""
+    state = read_state(path) if state is None else state
+    load_adapters(model, path)
     for adapter in TRAINABLE:
-        _load_optimizer(model, learner, adapter, path / f"optimizer-{adapter}.safetensors")
+        _load_optimizer(model, learner, adapter, path / OPTIMIZERS[adapter])
     try:
         learner.steps.update({adapter: int(state["steps"][adapter]) for adapter in learner.steps})
         model.set_versions({adapter: int(state["versions"][adapter]) for adapter in model.versions})
-        _restore_rng(state["rng"])
+        restore_rng(state)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise PastError(f"{path}: state.json cannot be used ({type(error).__name__}: {error})") from None
     return state
@@ -170,12 +150,18 @@ def restore_method(path: Path, state: Mapping[str, Any], method: Stateful) -> No
         raise PastError(f"{path}: the method's state cannot be used ({type(error).__name__}: {error})") from None
 
 
+def load_adapters(model: Model, path: Path) -> None:
+    """Copy the student and the teacher of a checkpoint into the model."""
+    load_adapter(model, "student", path)
+    load_adapter(model, "teacher", path / TEACHER)
+
+
 def load_adapter(model: Model, adapter: Adapter, path: Path) -> None:
     """Copy a saved PEFT adapter into the model's adapter of that name."""
-    file = path / "adapter_model.safetensors"
-    kept = steps(path)
-    if kept and not file.exists():
-        raise PastError(f"{path} is a run; name one of its checkpoints, e.g. {folder(path, kept[-1])}")
+    file = path / ADAPTER[1]
+    kept = RunFolder(path).newest()
+    if kept is not None and not file.exists():
+        raise PastError(f"{path} is a run; name one of its checkpoints, e.g. {kept}")
     saved = _tensors(file)
     _finite(saved, str(file))
     with torch.no_grad():
@@ -194,10 +180,10 @@ def load_adapter(model: Model, adapter: Adapter, path: Path) -> None:
     model.bump(adapter)
 
 
-def prune(run: Path, keep: int, protected: set[int]) -> None:
+def prune(run: RunFolder, keep: int, protected: set[int]) -> None:
     """Delete all but the newest `keep` checkpoints and the protected boundaries; the student stays in the kept ones."""
-    for step in steps(run)[:-keep]:
-        path = folder(run, step)
+    for step in run.steps()[:-keep]:
+        path = run.checkpoint(step)
         if step not in protected and _only_ours(path):
             path.rename(temporary_name(path))  # a kill must not leave half of one
     _sweep(run)
@@ -206,12 +192,12 @@ def prune(run: Path, keep: int, protected: set[int]) -> None:
 def _only_ours(path: Path) -> bool:
     """Whether everything in a checkpoint's folder was written as part of it."""
     files = (p for p in path.rglob("*") if p.is_symlink() or not p.is_dir())
-    return {p.relative_to(path).as_posix() for p in files} <= FILES | {MANIFEST}
+    return {p.relative_to(path).as_posix() for p in files} <= CHECKPOINT | {MANIFEST}
 
 
-def _sweep(run: Path) -> None:
+def _sweep(run: RunFolder) -> None:
     """Delete what a kill left of checkpoints that were being written or deleted."""
-    for left in leftovers(run / "checkpoints" / "checkpoint-[0-9]+"):
+    for left in leftovers(run.checkpoints.folder / f"{run.checkpoints.prefix}[0-9]+"):
         shutil.rmtree(left, ignore_errors=True)
 
 
@@ -264,17 +250,14 @@ def _rng_states() -> dict[str, Any]:
     return {"python": [version, list(internal), gauss], "torch": _encode(torch.get_rng_state()), "cuda": cuda}
 
 
-def restore_rng(path: Path) -> None:
-    """Put the global streams back to where the checkpoint found them."""
-    _restore_rng(read_state(path)["rng"])
-
-
-def _restore_rng(state: Mapping[str, Any]) -> None:
-    version, internal, gauss = state["python"]
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Put the global streams back to where the checkpoint with this plain state found them."""
+    streams = state["rng"]
+    version, internal, gauss = streams["python"]
     random.setstate((version, tuple(internal), gauss))
-    torch.set_rng_state(_decode(state["torch"]))
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_decode(state["cuda"][0]))
+    torch.set_rng_state(_decode(streams["torch"]))
+    if streams["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_decode(streams["cuda"][0]))
 
 
 def _encode(tensor: Tensor) -> str:

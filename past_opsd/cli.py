@@ -188,7 +188,9 @@ def _train(args: argparse.Namespace) -> int:
     try:
         return _train_together(args)
     except KeyboardInterrupt:
-        kept = None if args.out is None else life.newest_checkpoint(args.out)
+        from past_opsd.folder import RunFolder
+
+        kept = None if args.out is None else RunFolder(args.out).newest()
         if kept is None:
             raise KeyboardInterrupt(f"stopped before it wrote a checkpoint; start again with: {_again(args)}") from None
         raise KeyboardInterrupt(
@@ -214,6 +216,7 @@ def _train_together(args: argparse.Namespace) -> int:
 def _own_recipe(args: argparse.Namespace) -> str:
     """The recipe to load; the folder of a run, given as such or by --out alone, stands for the recipe in it."""
     from past_opsd import config
+    from past_opsd.folder import RunFolder
 
     if args.recipe in config.shipped():
         return args.recipe
@@ -224,10 +227,11 @@ def _own_recipe(args: argparse.Namespace) -> str:
         if args.recipe is None:
             raise PastError(f"{folder} is no folder of a run, so there is nothing to continue; give a recipe")
         return args.recipe
-    if not (folder / "recipe.toml").is_file():
-        raise PastError(f"{folder} holds no recipe.toml, so it is no folder of a run; give a recipe")
+    run = RunFolder(folder)
+    if not run.exists():
+        raise PastError(f"{folder} holds no {run.recipe_file.name}, so it is no folder of a run; give a recipe")
     args.out = args.out or folder
-    return str(folder / "recipe.toml")
+    return str(run.recipe_file)
 
 
 def _again(args: argparse.Namespace) -> str:
@@ -241,8 +245,9 @@ def _again(args: argparse.Namespace) -> str:
 def _continue(args: argparse.Namespace) -> str:
     """How a run that ended on one of several processes goes on."""
     from past_opsd import checkpoint
+    from past_opsd.folder import RunFolder
 
-    path = None if args.out is None else checkpoint.newest_whole(args.out)[0]
+    path = None if args.out is None else checkpoint.newest_whole(RunFolder(args.out))[0]
     if path is None:
         return ""
     return f"The newest checkpoint is {path}; continue with {_again(args)}"
@@ -252,7 +257,7 @@ def _train_aloud(args: argparse.Namespace, recipe: config.Recipe, world: World) 
     from rich.console import Console
 
     from past_opsd import ui
-    from past_opsd.record import read_lines
+    from past_opsd.folder import RunFolder
     from past_opsd.trackers import Displays, open_trackers
     from past_opsd.train import train
 
@@ -260,7 +265,8 @@ def _train_aloud(args: argparse.Namespace, recipe: config.Recipe, world: World) 
     trackers = open_trackers([name for name in args.track.split(",") if name], folder, recipe)
     with ui.TrainDisplay(console, recipe.name, recipe.run.cycles) as bar, Displays(bar, trackers) as display:
         outcome = train(recipe, folder, args.resume, display, profile=args.profile, world=world, again=_again(args))
-    metrics, timings = (read_lines(folder / name) for name in ("metrics.jsonl", "timings.jsonl"))
+    run = RunFolder(folder)
+    metrics, timings = run.read_metrics(), run.read_timings()
     ui.closing(console, outcome, metrics[-1] if metrics else {}, timings, recipe.evaluation.pass_k, _again(args))
     return 0 if outcome.finished else 130
 

@@ -17,7 +17,8 @@ from rich.table import Table
 
 from past_opsd import boundary, config, life, report, stats
 from past_opsd.evaluate import Evaluation, macro_avg, stack
-from past_opsd.files import enclosed, write_text, writing
+from past_opsd.files import is_part, write_text, writing
+from past_opsd.folder import REPORT, TRAINED, RunFolder, is_ours
 from past_opsd.lock import held
 from past_opsd.probes import probe
 from past_opsd.reading import room
@@ -29,13 +30,8 @@ from past_opsd.ui import TrainDisplay, interval
 
 METHODS = {"Vanilla OPSD": "embedded/opsd", "PAST": "embedded/past"}
 MARK = ".past-demo"
-# What a demo writes; files of any other name are somebody's own.
-_RUN = (
-    r"recipe\.toml|(metrics|timings)\.jsonl|(rollouts|continuations)/cycle-\d+\.parquet|evaluations/step-\d+\.json|"
-    r"probes/(step|shift)-\d+\.json|(.*/)?\.[^/]+\.[0-9a-f]{16}\.part|\.lock|checkpoints/[^/]*checkpoint-\d+[^/]*/"
-    r"(teacher/)?(adapter_config\.json|state\.json|MANIFEST\.json|[a-z_-]+\.safetensors)"
-)
-_OURS = re.compile(rf"table\.json|report/(index\.html|figures/[^/]+\.(svg|pdf))|embedded-(opsd|past)-\d+/({_RUN})")
+_RUN = re.compile(r"embedded-(opsd|past)-\d+")
+TABLE = "table.json"
 
 
 def demo(
@@ -53,15 +49,23 @@ def demo(
 
 def clear(folder: Path) -> None:
     """Delete what an earlier demo wrote here; what has another name, or is a link, stays."""
-    enclosed(folder)
+    RunFolder(folder).enclosed()
     with writing(folder):
         for place, folders, files in os.walk(folder, topdown=False):
             for path in (Path(place, name) for name in files):
-                if _OURS.fullmatch(path.relative_to(folder).as_posix()) and not path.is_symlink():
+                if _is_ours(path.relative_to(folder).as_posix()) and not path.is_symlink():
                     path.unlink()
             for path in (Path(place, name) for name in folders):
                 with suppress(OSError):  # not empty, or a link
                     path.rmdir()
+
+
+def _is_ours(path: str) -> bool:
+    """Whether a demo writes a file of this name; one of any other is somebody's own."""
+    first, _, rest = path.partition("/")
+    if _RUN.fullmatch(first):
+        return is_ours(rest, TRAINED) or is_part(rest.rpartition("/")[2])
+    return path == TABLE or is_ours(path, {REPORT})
 
 
 def _demo(
@@ -86,13 +90,13 @@ def _demo(
     console.print(table(results, updates, seeds))
     gain = stats.paired_bootstrap(stack(results["PAST"]), stack(results["Vanilla OPSD"]))
     console.print(f"PAST minus Vanilla OPSD: {interval(gain, sign=True)}", highlight=False)
-    _save(folder / "table.json", results)
+    _save(folder / TABLE, results)
     life.doing("looking into the teacher")
     for line in look_into(folder / f"embedded-past-{seeds[0]}"):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"{time.monotonic() - began:.0f} s; runs, rollouts and checkpoints: {folder}", highlight=False)
     life.doing("writing the report")
-    page = report.write(find([folder]), folder / "report" / "index.html")
+    page = report.write(find([folder]), RunFolder(folder).page)
     console.print(f"report: {page.resolve()}", highlight=False, soft_wrap=True)
     return results
 
@@ -109,7 +113,7 @@ def _told(run: Path, again: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         text = "the demo was stopped; it begins anew when it is started again"
-        kept = life.newest_checkpoint(run)
+        kept = RunFolder(run).newest()
         if kept is not None:
             text += f"\nthe last checkpoint is {kept}; this run alone goes on with: {again}"
         raise KeyboardInterrupt(text) from None
@@ -121,8 +125,8 @@ def look_into(run: Path) -> list[str]:
     with boundary.opened(run, step) as at:
         problems = boundary.pick(at.parts.loop.problems, 64, at.seed, "probe", "problems")
         probed, shifted = probe(at, problems, 4, "train"), shift(at, 24, 16, 16)
-    boundary.save(run, f"step-{step:05d}", probed)
-    boundary.save(run, f"shift-{step:05d}", shifted)
+    at.run.write_probe(step, probed)
+    at.run.write_shift(step, shifted)
     return [f"teacher (seed {at.seed}): {probed['verdict']}", f"transfer (seed {at.seed}): {shifted['verdict']}"]
 
 

@@ -28,13 +28,13 @@ from rich.table import Table
 from past_opsd import arguments, checkpoint, config, estimate, fused, life
 from past_opsd.config import Recipe
 from past_opsd.evaluate import evaluate
+from past_opsd.folder import STATE, RunFolder
 from past_opsd.health import counted
 from past_opsd.learner import Learner
 from past_opsd.losses import Match
 from past_opsd.methods import distill
 from past_opsd.pretrained import hardware, load_tokenizer, read_config
 from past_opsd.prompts import Prompts
-from past_opsd.record import read_lines
 from past_opsd.tasks import Problems
 from past_opsd.templates import check as check_templates
 from past_opsd.train import Session, Silent, session, train
@@ -421,7 +421,7 @@ def runs(recipe: Recipe, repeats: int, watch: Watch, note: str = "") -> list[Row
             train(copy, whole, False, _Snapshot(whole, broken), patient=False)
             train(copy, broken, True, Silent(), patient=False)
             resumed.append(float(_bytes(whole) == _bytes(broken)))
-            lines += read_lines(whole / "metrics.jsonl")
+            lines += RunFolder(whole).read_metrics()
             train(exact, other, False, Silent(), patient=False)
             a, b = _outcomes(copy, [whole, other])
         flips = int(np.sum(a != b))
@@ -452,7 +452,7 @@ def _outcomes(recipe: Recipe, runs: Sequence[Path]) -> list[np.ndarray]:
         task = parts.task
         few = Problems(task.identity, (), {name: tuple(p)[:4] for name, p in task.evaluation().items()}, task.style)
         for run in runs:
-            checkpoint.load_adapter(parts.model, "student", checkpoint.folder(run, recipe.run.cycles))
+            checkpoint.load_adapter(parts.model, "student", RunFolder(run).checkpoint(recipe.run.cycles))
             parts.loop.publish()
             result = evaluate(
                 parts.loop.lab,
@@ -476,11 +476,12 @@ def _folder() -> Iterator[Path]:
 
 
 def _bytes(run: Path) -> dict[str, bytes]:
-    last = checkpoint.folder(run, checkpoint.steps(run)[-1])
+    found = RunFolder(run)
+    last = found.checkpoint(found.steps()[-1])
     files = [
-        run / "metrics.jsonl",
+        found.metrics_file,
         *sorted(p for p in last.rglob("*") if p.suffix == ".safetensors"),
-        last / "state.json",
+        last / STATE,
     ]
     return {str(path.relative_to(run)): path.read_bytes() for path in files}
 

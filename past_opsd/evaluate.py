@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from past_opsd import stats
-from past_opsd.config import EvaluationSection
+from past_opsd.config import EvaluationSection, Recipe
 from past_opsd.files import write_text
 from past_opsd.lab import Lab, Work
 from past_opsd.prompts import Prompts
@@ -126,6 +126,11 @@ def stack(evaluations: Sequence[Evaluation]) -> dict[str, np.ndarray]:
 def macro_avg(outcomes: Mapping[str, np.ndarray]) -> float:
     """The macro Avg@k of outcomes by task."""
     return stats.macro({task: stats.avg_at_k(values) for task, values in outcomes.items()})
+
+
+def evaluation_steps(recipe: Recipe) -> set[int]:
+    """The boundaries at which the recipe evaluates."""
+    return {round(fraction * recipe.run.cycles) for fraction in recipe.evaluation.at}
 
 
 def evaluate(

@@ -20,8 +20,8 @@ import torch
 
 from past_opsd import arguments, boundary, checkpoint, config
 from past_opsd.config import Recipe
-from past_opsd.evaluate import Evaluation
-from past_opsd.files import FOLDERS, write_text
+from past_opsd.files import write_text
+from past_opsd.folder import ADAPTER, RECORDS, RunFolder
 from past_opsd.marked import replacing
 from past_opsd.model import Model, in_order
 from past_opsd.pretrained import SHIPPED, hub_id, load_tokenizer, resolve
@@ -29,7 +29,6 @@ from past_opsd.reading import room
 from past_opsd.stats import EDGE, bootstrap, choose_unit
 from past_opsd.types import PastError, derive_seed
 
-ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 MARK = ".past-export.json"
 
 
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the export and print what it is."""
     if args.push == "" or (args.private and args.push is None):
         raise PastError("name the repository to push to, as OWNER/NAME; a private one needs a name, too")
-    out = args.out or args.folder / ("export-merged" if args.merge else "export")
+    out = args.out or RunFolder(args.folder).export(args.merge)
     step, notes = boundary.choose(args.folder, args.step)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
@@ -56,10 +55,11 @@ def export(run: Path, out: Path, *, step: int | None = None, merge: bool = False
 
     Of an earlier one only the files that it wrote are replaced, all at once; whatever else lies there stays.
     """
-    recipe = boundary.recipe_of(run)
+    opened = RunFolder(run)
+    recipe = opened.recipe()
     needed = [name for name in boundary.entrusted(recipe) if name.startswith("model.")]  # no other part is built
-    boundary.require_trust(run, needed, trust)
-    source = checkpoint.folder(run, boundary.choose(run, step)[0])
+    boundary.require_trust(opened, needed, trust)
+    source = opened.checkpoint(boundary.choose(run, step)[0])
     room(out, folder=True)
     with replacing(_target(run, out), MARK) as folder:
         if merge:
@@ -76,7 +76,7 @@ def _target(run: Path, out: Path) -> Path:
     target, root = Path(os.path.realpath(out)), Path(os.path.realpath(run))
     if target == root or target in root.parents:
         raise PastError(f"--out {out} is the run's own folder or holds it; choose another --out")
-    if any(target.is_relative_to(root / name) for name in FOLDERS):
+    if any(target.is_relative_to(root / name) for name in RECORDS):
         raise PastError(f"--out {out} is among the run's own records; choose another --out")
     if target.exists() and not target.is_dir():
         raise PastError(f"--out {out} is a file; choose another --out")
@@ -86,10 +86,10 @@ def _target(run: Path, out: Path) -> Path:
 def _adapter(recipe: Recipe, source: Path, out: Path) -> None:
     for name in ADAPTER:
         shutil.copyfile(source / name, out / name)
-    plain = json.loads((out / "adapter_config.json").read_text(encoding="utf-8"))
+    plain = json.loads((out / ADAPTER[0]).read_text(encoding="utf-8"))
     plain |= {"base_model_name_or_path": resolve(recipe.model.path), "revision": recipe.model.revision}
     plain["target_modules"] = in_order(plain["target_modules"])
-    write_text(out / "adapter_config.json", json.dumps(plain, indent=2, sort_keys=True) + "\n")
+    write_text(out / ADAPTER[0], json.dumps(plain, indent=2, sort_keys=True) + "\n")
 
 
 def _merged(recipe: Recipe, source: Path, out: Path) -> None:
@@ -103,7 +103,7 @@ def _merged(recipe: Recipe, source: Path, out: Path) -> None:
 
 def card(recipe: Recipe, run: Path, source: Path, merge: bool) -> str:
     """The model card: what was trained, on what, and how it scored before and after."""
-    step = int(source.name.rpartition("-")[2])
+    step = RunFolder(run).checkpoints.number(source)
     hub = hub_id(recipe.model.path)
     lines = [
         "---",
@@ -153,8 +153,7 @@ def _base(recipe: Recipe, hub: str | None) -> str:
 
 def _scores(run: Path, step: int) -> list[str]:
     """A table of the evaluations up to the exported boundary; nothing where none was made."""
-    files = sorted((run / "evaluations").glob("step-*.json"))
-    evaluations = [e for e in map(Evaluation.load, files) if e.step <= step]
+    evaluations = [e for at, e in RunFolder(run).read_evaluations().items() if at <= step]
     if not evaluations:
         return []
     names = list(evaluations[0].tasks)

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -23,10 +23,6 @@ from safetensors import SafetensorError
 
 from past_opsd.types import PastError
 
-FOLDERS = ("checkpoints", "evaluations", "rollouts", "continuations", "probes", "report", "profile", "data")
-"""The folders that a run and the commands about it write, whose files are the package's own."""
-OWN = (*FOLDERS, "export", "export-merged", "tensorboard", "recipe.toml", "metrics.jsonl", "timings.jsonl")
-_TRACKED = ("trackers.json", "wandb", "trackio")  # what a tracker keeps inside is its own affair
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
@@ -166,8 +162,13 @@ def leftovers(path: Path) -> list[Path]:
 def sweep(folder: Path) -> None:
     """Delete what a kill left of files that were being written in this folder; nothing is followed."""
     for path in _entries(folder):
-        if _PART.fullmatch(path.name) and stat.S_ISREG(path.lstat().st_mode):
+        if is_part(path.name) and stat.S_ISREG(path.lstat().st_mode):
             path.unlink()
+
+
+def is_part(name: str) -> bool:
+    """Whether a file of this name is one that was being written."""
+    return _PART.fullmatch(name) is not None
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -192,14 +193,15 @@ def sync_all(folder: Path, sync: Callable[[Path], None] = sync) -> None:
     sync(folder)
 
 
-def enclosed(run: Path) -> None:
-    """Refuse a run in which a file or folder is a link that leads out of it.
+def enclosed(run: Path, names: Mapping[str, bool]) -> None:
+    """Refuse a run in which a file or folder of these names, or in those that say so, is a link that leads out of it.
 
     It may be somebody else's: through the link we would read or overwrite files that are not the run's. The run's
     folder itself may be a link, since a person named it, and so may be what stays inside.
     """
     root = os.path.realpath(run)
-    waiting, seen = [run / name for name in (*OWN, *_TRACKED)], set[str]()
+    closed = {run / name for name, deep in names.items() if not deep}
+    waiting, seen = [run / name for name in names], set[str]()
     while waiting:
         path = waiting.pop()
         target = os.path.realpath(path)
@@ -208,7 +210,7 @@ def enclosed(run: Path) -> None:
                 f"{path} is a link that leads out of the run, to {target}. Nothing is read or written through it: "
                 "put a copy in its place, or remove it"
             )
-        if path.name not in _TRACKED and target not in seen:
+        if path not in closed and target not in seen:
             seen.add(target)
             waiting += _entries(path)
 

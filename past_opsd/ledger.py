@@ -12,8 +12,9 @@ from typing import Any
 
 from past_opsd import checkpoint, config, record
 from past_opsd.config import Recipe
-from past_opsd.evaluate import Evaluation
-from past_opsd.files import aside, enclosed, write_text, writing
+from past_opsd.evaluate import Evaluation, evaluation_steps
+from past_opsd.files import aside, writing
+from past_opsd.folder import RunFolder, file_digest
 from past_opsd.types import PastError
 
 _COSTS = ("cost/student_", "cost/teacher_", "cost/verifier_")
@@ -22,30 +23,38 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Ledger:
-    """Totals over the cycles so far, and the boundaries that were evaluated."""
+    """Totals over the cycles so far, the boundaries that were evaluated, and digests of the records of both."""
 
     costs: dict[str, int] = field(default_factory=dict)
     evaluated: list[int] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
 
     def dump(self) -> dict[str, Any]:
         """As plain data, for a checkpoint."""
         return asdict(self)
 
+    def write(self, run: RunFolder, evaluation: Evaluation) -> None:
+        """Keep an evaluation, and its digest."""
+        run.write_evaluation(evaluation)
+        file = run.evaluations.path(evaluation.step)
+        self.digests[run.name(file)] = file_digest(file)
 
-def existing(folder: Path, recipe: Recipe) -> list[int]:
+
+def existing(run: RunFolder, recipe: Recipe) -> list[int]:
     """The boundaries in the folder of a run; where there is none, what a start would write over is refused."""
-    enclosed(folder)
-    found = checkpoint.steps(folder)
+    run.enclosed()
+    found = run.steps()
     if found:
         return found
     # The first checkpoint comes before the first cycle: these records are of a run that has lost its checkpoints.
-    for name in (*record.LINES, "rollouts", "continuations"):
-        if (folder / name).is_file() or any((folder / name).glob("cycle-*.parquet")):
-            raise PastError(
-                f"{folder} holds records of a run ({name}) but no checkpoint, and a start would delete them; choose "
-                "another --out, or move them away"
-            )
-    file = folder / "recipe.toml"
+    places = [file for file in (run.metrics_file, run.timings_file) if file.is_file()]
+    places += [series.folder for series in (run.rollouts, run.continuations) if series.numbers()]
+    if places:
+        raise PastError(
+            f"{run} holds records of a run ({places[0].name}) but no checkpoint, and a start would delete them; choose "
+            "another --out, or move them away"
+        )
+    file = run.recipe_file
     if file.exists() and file.read_bytes() != config.to_toml(recipe).encode() and not _resolved(file):
         raise PastError(f"{file} was not written by a run, and a start would replace it; choose another --out")
     return found
@@ -59,67 +68,71 @@ def _resolved(file: Path) -> bool:
         return False
 
 
-def take_up(folder: Path, step: int, recipe: Recipe, evaluations: Iterable[int], tell: Tell) -> Ledger:
-    """Go on from the checkpoint of a boundary: tell what is lost of the records before it, and mend what can be.
-
-    `evaluations` are the boundaries that the recipe evaluates, for a checkpoint that does not say which were.
-    """
-    saved = _read(checkpoint.read_state(checkpoint.folder(folder, step)))
-    ledger = saved or Ledger(_last_costs(folder, step), sorted(s for s in evaluations if s <= step))
-    notes = [*_set_aside(folder), *lost(folder, step, ledger.evaluated)]
+def take_up(run: RunFolder, state: Mapping[str, Any], recipe: Recipe, tell: Tell) -> Ledger:
+    """Go on from a checkpoint, whose plain state is given: tell what of the records before it is lost or altered."""
+    step = state["next_cycle"]
+    # A checkpoint of an earlier version may not say what was counted and evaluated.
+    ledger = _read(state) or Ledger(_last_costs(run, step), sorted(s for s in evaluation_steps(recipe) if s <= step))
+    notes = [*_set_aside(run), *lost(run, step, ledger.evaluated)]
     if step and not ledger.costs:
         notes.append(f"the costs of cycles before {step}; totals count from there")
+    notes = [f"lost: {note}" for note in notes]
+    notes += [f"altered: {name} is not what the run wrote" for name in run.altered(ledger.digests)]
     for note in notes:
-        tell(f"lost: {note}")
+        tell(note)
     if notes:
         totals = ", cost totals" if ledger.costs else ""
         tell(
             f"the checkpoint of boundary {step} is whole: adapters, optimizers{totals} and the cycles to come are what "
-            "they would have been; a report leaves out what is lost"
+            "they would have been; a report shows what is there"
         )
-    _rewrite(folder / "recipe.toml", recipe, tell)
+    _rewrite(run, recipe, tell)
     return ledger
 
 
-def lost(folder: Path, step: int, evaluated: Iterable[int]) -> list[str]:
+def lost(run: RunFolder, step: int, evaluated: Iterable[int]) -> list[str]:
     """What of the records up to a boundary is not there any more or cannot be read."""
-    missing = [str(s) for s in evaluated if not (folder / "evaluations" / f"step-{s:05d}.json").is_file()]
-    gap = [f"evaluations/ lacks step{'s' if len(missing) > 1 else ''} {', '.join(missing)}"] if missing else []
-    return record.lost(folder, step) + gap
+    missing = [str(s) for s in evaluated if not run.evaluations.path(s).is_file()]
+    name = f"{run.evaluations.folder.name}/"
+    gap = [f"{name} lacks step{'s' if len(missing) > 1 else ''} {', '.join(missing)}"] if missing else []
+    return record.lost(run, step) + gap
 
 
-def warnings(folder: Path) -> list[str]:
+def warnings(run: RunFolder) -> list[str]:
     """What is lost up to the newest checkpoint, which came after all of it was written."""
-    steps = checkpoint.steps(folder)
+    steps = run.steps()
     if not steps:
         return []
     try:
-        ledger = _read(checkpoint.read_state(checkpoint.folder(folder, steps[-1])))
+        ledger = _read(checkpoint.read_state(run.checkpoint(steps[-1]))) or Ledger()
     except PastError:
-        ledger = None
-    return [f"lost: {text}" for text in lost(folder, steps[-1], ledger.evaluated if ledger else ())]
+        ledger = Ledger()
+    return [f"lost: {text}" for text in lost(run, steps[-1], ledger.evaluated)]
 
 
 def _read(state: Mapping[str, Any]) -> Ledger | None:
     try:
         kept = state["records"]
-        return Ledger({str(k): int(v) for k, v in kept["costs"].items()}, [int(step) for step in kept["evaluated"]])
+        costs, evaluated = {str(k): int(v) for k, v in kept["costs"].items()}, [int(step) for step in kept["evaluated"]]
+        digests = {str(k): str(v) for k, v in kept.get("digests", {}).items()}  # earlier versions kept none
+        return Ledger(costs, evaluated, digests)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 
 
-def _last_costs(folder: Path, step: int) -> dict[str, int]:
-    lines = [line for line in record.read_lines(folder / "metrics.jsonl") if line["cycle"] == step - 1]
+def _last_costs(run: RunFolder, step: int) -> dict[str, int]:
+    lines = [line for line in run.read_metrics() if line["cycle"] == step - 1]
     return {k: v for line in lines for k, v in line.items() if k.startswith(_COSTS)}
 
 
-def _set_aside(folder: Path) -> list[str]:
+def _set_aside(run: RunFolder) -> list[str]:
     """Evaluations that cannot be read get another name, `damaged-...`, and a line each."""
     notes: list[str] = []
-    for file in sorted((folder / "evaluations").glob("step-*.json")):
+    for step in run.evaluations.numbers():
         try:
-            Evaluation.load(file)
+            run.read_evaluation(step)
         except PastError as error:
+            file = run.evaluations.path(step)
             named = aside(file, "damaged")
             with writing(file):
                 file.rename(named)
@@ -127,14 +140,14 @@ def _set_aside(folder: Path) -> list[str]:
     return notes
 
 
-def _rewrite(file: Path, recipe: Recipe, tell: Tell) -> None:
+def _rewrite(run: RunFolder, recipe: Recipe, tell: Tell) -> None:
     """The run's own recipe says what the run does, whatever happened to it."""
-    text = config.to_toml(recipe)
+    file, text = run.recipe_file, config.to_toml(recipe)
     try:
         if file.read_bytes() == text.encode() or config.dump(config.load(file, imports=False)) == config.dump(recipe):
             return
         was = "of other settings"
     except (OSError, PastError):
         was = "damaged" if file.exists() else "missing"
-    write_text(file, text)
+    run.write_recipe(recipe)
     tell(f"{file} is written anew: it was {was}")

@@ -237,12 +237,6 @@ def say(text: str) -> None:
         os.write(2, f"{_CLEAR if os.isatty(2) else ''}{text}\n".encode())
 
 
-def newest_checkpoint(run: Path) -> Path | None:
-    """By name alone: nothing is read, for use when everything must end."""
-    found = [p for p in (run / "checkpoints").glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
-    return max(found, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
-
-
 def program() -> list[str]:
     """How this program was started, as words that a person can type again."""
     main = sys.modules["__main__"]

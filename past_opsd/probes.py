@@ -270,7 +270,7 @@ def run(args: argparse.Namespace) -> int:
             at.notes += notes
             with console.status(f"step {step}") if not args.json else nullcontext():
                 results.append(probe(at, chosen, args.samples, args.split))
-            files.append(boundary.save(args.folder, f"step-{step:05d}", results[-1]))
+            files.append(at.run.write_probe(step, results[-1]))
     if args.json:
         print(json.dumps(results if args.every_checkpoint else results[0], indent=1))
     elif args.every_checkpoint:

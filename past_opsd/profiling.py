@@ -1,8 +1,8 @@
 """Where a run's time goes: seconds by phase, and on request a trace that chrome://tracing or Perfetto shows.
 
-profile/phases.json                 seconds and share of every phase
-profile/trace.json                  the phases of every cycle on a time line
-profile/operations-00001.json.gz    every operation of one cycle, by torch's profiler
+phases.json                 seconds and share of every phase
+trace.json                  the phases of every cycle on a time line
+operations-00001.json.gz    every operation of one cycle, by torch's profiler
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class Clock:
 
 
 class Profile:
-    """Writes what a clock measured into a run's folder."""
+    """Writes what a clock measured into a folder."""
 
     def __init__(self, folder: Path):
-        self._folder = folder / "profile"
+        self._folder = folder
 
     def operations(self, cycle: int) -> Any:
         """A context that traces every operation of the profiled cycle, and does nothing around the others."""

@@ -1,16 +1,8 @@
-"""What a run writes down: metrics, timings, rollouts, continuations.
-
-metrics.jsonl                         one line a cycle; a function of the recipe, so two runs compare byte by byte
-timings.jsonl                         seconds by phase, apart because they never repeat
-rollouts/cycle-00003.parquet          the student's responses of a cycle
-continuations/cycle-00003.parquet     the teacher's, with the trajectory each belongs to
-"""
+"""What a cycle leaves in a run's folder: metrics, timings, rollouts, continuations; and what of it is lost."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,124 +10,60 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
-from past_opsd.files import append, own, sweep, sync, whole, writing
+from past_opsd.attempts import Row, row
+from past_opsd.folder import METRICS, TIMINGS, RunFolder, Series, file_digest, line_digest, line_name
 from past_opsd.loop import Cycle
-from past_opsd.reading import read_bytes
-from past_opsd.types import Attempt, PastError
-
-SCHEMA = pa.schema(
-    [
-        ("cycle", pa.int32()),
-        ("problem", pa.string()),
-        ("adapter", pa.string()),
-        ("version", pa.int32()),
-        ("trajectory", pa.int32()),
-        ("discarded", pa.bool_()),
-        ("prompt_tokens", pa.list_(pa.int32())),
-        ("tokens", pa.list_(pa.int32())),
-        ("mask", pa.list_(pa.int8())),
-        ("length", pa.int32()),
-        ("finished", pa.bool_()),
-        ("text", pa.string()),
-        ("correct", pa.bool_()),
-        ("reason", pa.string()),
-        ("answer", pa.string()),
-        ("logprobs", pa.list_(pa.float32())),
-    ]
-)
-
-
-LINES = ("metrics.jsonl", "timings.jsonl")
 
 
 class Recorder:
-    """Writes a run's records and takes back those of cycles after a boundary."""
+    """Writes a run's records down, cycle by cycle, and a digest of each."""
 
-    def __init__(self, run: Path):
+    def __init__(self, run: RunFolder, digests: dict[str, str]):
         self._run = run
+        self._digests = digests
 
     def cycle(self, k: int, cycle: Cycle, totals: Mapping[str, int], seconds: Mapping[str, float]) -> dict[str, float]:
         """Record cycle k; returns its metrics line."""
         attempts = list(cycle.batch.attempts)
-        rollouts = [_row(k, a, cycle.versions, i, False) for i, a in enumerate(attempts)]
+        rollouts = [row(k, a, cycle.versions, i, False) for i, a in enumerate(attempts)]
         failed = {id(a): i for i, a in enumerate(attempts)}
         continuations = [
-            _row(k, c, cycle.versions, failed[id(a)], discarded)
+            row(k, c, cycle.versions, failed[id(a)], discarded)
             for a, d in zip(cycle.batch.failed, cycle.draws, strict=False)
             for discarded, group in ((True, d.discarded), (False, d.continuations))
             for c in group
         ]
-        self._parquet("rollouts", k, rollouts)
+        self._attempts(self._run.rollouts, k, rollouts)
         if continuations:
-            self._parquet("continuations", k, continuations)
+            self._attempts(self._run.continuations, k, continuations)
         line = {"cycle": k} | summarise(cycle) | dict(totals)
-        self._append("metrics.jsonl", line)
+        self._run.add_line(self._run.metrics_file, line)
+        self._digests[line_name(k)] = line_digest(line)
         timing = {name: round(s, 4) for name, s in seconds.items()}
-        self._append("timings.jsonl", {"cycle": k} | timing | {"peak_mib": round(peak_memory(), 1)})
+        self._run.add_line(self._run.timings_file, {"cycle": k} | timing | {"peak_mib": round(peak_memory(), 1)})
         return line
 
-    def rewind(self, next_cycle: int) -> None:
-        """Forget everything from `next_cycle` on: a cycle after the last boundary leaves no trace."""
-        for name in ("", "rollouts", "continuations", "evaluations", "profile"):
-            sweep(self._run / name)
-        for name in LINES:
-            if os.path.lexists(self._run / name):
-                _cut(self._run / name, next_cycle)
-        for kind in ("rollouts", "continuations"):
-            for path in (self._run / kind).glob("cycle-*.parquet"):
-                if _number(path) >= next_cycle:
-                    path.unlink()
-        for path in (self._run / "evaluations").glob("step-*.json"):
-            if _number(path) > next_cycle:
-                path.unlink()
-
-    def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        path = self._run / name
-        append(path, json.dumps(line) + "\n")
-        with writing(path):
-            sync(path)  # the checkpoint that follows is on the disk, and this must be there before it
-
-    def _parquet(self, kind: str, k: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        table = pa.Table.from_pylist([dict(row) for row in rows], schema=SCHEMA)
-        with whole(self._run / kind / f"cycle-{k:05d}.parquet") as part:
-            pq.write_table(table, part, compression="zstd")
+    def _attempts(self, series: Series, k: int, rows: Sequence[Row]) -> None:
+        self._run.write_attempts(series, k, rows)
+        self._digests[self._run.name(series.path(k))] = file_digest(series.path(k))
 
 
-def _cut(path: Path, next_cycle: int) -> None:
-    """Shorten, not write anew: a kill here must not cost the lines that stay."""
-    with writing(path):
-        own(path)
-    end = 0
-    for number, line in enumerate(read_bytes(path).split(b"\n")[:-1], 1):
-        if line and _parse(path, number, line)["cycle"] >= next_cycle:
-            break
-        end += len(line) + 1
-    with writing(path):
-        os.truncate(path, end)
-
-
-def _number(path: Path) -> int:
-    """The cycle or boundary a file is of; one that a person put there under another name is of none."""
-    found = re.fullmatch(r"(?:cycle|step)-([0-9]{5}|[1-9][0-9]{5,})", path.stem)
-    return int(found[1]) if found and (path.is_file() or path.is_symlink()) else -1
-
-
-def lost(run: Path, cycles: int) -> list[str]:
+def lost(run: RunFolder, cycles: int) -> list[str]:
     """What of a run's first `cycles` cycles is not in its records any more, a line for each of them."""
-    metrics, timings = (read_lines(run / name) for name in LINES)
-    found = [_gap(name, set(range(cycles)) - _of(lines)) for name, lines in zip(LINES, (metrics, timings), strict=True)]
+    metrics, timings = run.read_metrics(), run.read_timings()
+    every = set(range(cycles))
+    found = [_gap(name, every - _of(lines)) for name, lines in ((METRICS, metrics), (TIMINGS, timings))]
     twice = {k for k, times in Counter(line["cycle"] for line in metrics).items() if times > 1}
-    found.append(f"metrics.jsonl has {_cycles(twice)} more than once" if twice else "")
+    found.append(f"{METRICS} has {_cycles(twice)} more than once" if twice else "")
     drawn = _of([line for line in metrics if line.get("failed/samples")])
-    for kind, wanted in (("rollouts", range(cycles)), ("continuations", drawn & set(range(cycles)))):
-        files = {k: run / kind / f"cycle-{k:05d}.parquet" for k in wanted}
-        found.append(_gap(f"{kind}/", {k for k, file in files.items() if not file.exists()}))
+    for series, wanted in ((run.rollouts, every), (run.continuations, drawn & every)):
+        files = {k: series.path(k) for k in sorted(wanted)}
+        name = f"{series.folder.name}/"
+        found.append(_gap(name, {k for k, file in files.items() if not file.exists()}))
         cut = {k for k, file in files.items() if file.exists() and not _is_parquet(file)}
-        found.append(f"{kind}/: {_cycles(cut)} cannot be read" if cut else "")
+        found.append(f"{name}: {_cycles(cut)} cannot be read" if cut else "")
     return [line for line in found if line]
 
 
@@ -179,41 +107,6 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSON-lines file; a last line cut by a kill is left out."""
-    if not os.path.lexists(path):
-        return []
-    lines = read_bytes(path).split(b"\n")
-    return [_parse(path, number, line) for number, line in enumerate(lines[:-1], 1) if line]
-
-
-def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    found: Any = None
-    try:
-        found = json.loads(line)
-        wrong = _wrong(found)
-    except (ValueError, RecursionError) as error:
-        wrong = str(error)
-    if wrong:
-        raise PastError(f"{path}:{number}: not a line that a run wrote ({wrong:.200}); mend it or delete it")
-    return found
-
-
-def _wrong(line: Any) -> str:
-    """What a line has that no run writes; numbers that are not finite may stand there."""
-    if not isinstance(line, dict):
-        return "not an object"
-    cycle = line.get("cycle")
-    if type(cycle) is not int or not 0 <= cycle < 10**9:
-        return "it does not say of which cycle it is"
-    for key, value in line.items():
-        if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) >= 2**63):
-            return f"{key!a:.80} is no number"
-        if not key.isprintable() or len(key) > 200:
-            return f"{key!a:.80} is no name"
-    return ""
-
-
 def summarise(cycle: Cycle) -> dict[str, float]:
     """The cycle's numbers beside the learner's diagnostics."""
     attempts = cycle.batch.attempts
@@ -248,24 +141,3 @@ def summarise(cycle: Cycle) -> dict[str, float]:
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values))
-
-
-def _row(k: int, a: Attempt, versions: Mapping[Any, int], trajectory: int, discarded: bool) -> dict[str, Any]:
-    return {
-        "cycle": k,
-        "problem": a.problem.id,
-        "adapter": a.view.adapter,
-        "version": versions[a.view.adapter],
-        "trajectory": trajectory,
-        "discarded": discarded,
-        "prompt_tokens": list(a.view.prompt),
-        "tokens": list(a.response.tokens),
-        "mask": [1] * len(a.response.tokens),
-        "length": len(a.response.tokens),
-        "finished": a.response.finished,
-        "text": a.response.text,
-        "correct": a.verdict.correct,
-        "reason": a.verdict.reason,
-        "answer": a.verdict.answer,
-        "logprobs": list(a.response.logprobs),
-    }

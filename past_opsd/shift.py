@@ -211,7 +211,7 @@ def run(args: argparse.Namespace) -> int:
         at.notes += notes
         with console.status(f"step {step}") if not args.json else nullcontext():
             result = shift(at, args.prefixes, args.completions, args.rollouts)
-    file = boundary.save(args.folder, f"shift-{step:05d}", result)
+    file = at.run.write_shift(step, result)
     if args.json:
         print(json.dumps(result, indent=1))
     else:

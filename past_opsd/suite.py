@@ -25,10 +25,9 @@ import numpy as np
 
 from past_opsd import config, life, profiling, stats, tables
 from past_opsd.config import Recipe
-from past_opsd.evaluate import Evaluation, macro_avg, stack
+from past_opsd.evaluate import Evaluation, evaluation_steps, macro_avg, stack
 from past_opsd.files import write_text
-from past_opsd.record import read_lines
-from past_opsd.train import evaluation_steps
+from past_opsd.folder import METRICS, TIMINGS, RunFolder
 from past_opsd.types import PastError
 
 DIAGNOSTICS = {
@@ -96,9 +95,9 @@ def run_folder(out: Path, recipe: str, seed: int) -> Path:
 
 def is_done(folder: Path, recipe: Recipe) -> bool:
     """Whether a run reached its last boundary and has all its evaluations."""
-    wanted = [folder / "evaluations" / f"step-{step:05d}.json" for step in evaluation_steps(recipe)]
-    last = folder / "checkpoints" / f"checkpoint-{recipe.run.cycles:05d}"
-    return last.is_dir() and all(path.is_file() for path in wanted)
+    run = RunFolder(folder)
+    wanted = [run.evaluations.path(step) for step in evaluation_steps(recipe)]
+    return run.checkpoint(recipe.run.cycles).is_dir() and all(path.is_file() for path in wanted)
 
 
 def run_all(
@@ -179,11 +178,11 @@ def row(label: str, recipe: str, folders: Sequence[Path]) -> Row:
     """One method's line: its runs, one folder a seed, read and averaged."""
     evaluations, costs, diagnostics = [], [], []
     for folder in folders:
-        found = [Evaluation.load(path) for path in sorted((folder / "evaluations").glob("step-*.json"))]
-        evaluations.append({e.step: e for e in found})
-        metrics, timings = read_lines(folder / "metrics.jsonl"), read_lines(folder / "timings.jsonl")
+        run = RunFolder(folder)
+        evaluations.append(run.read_evaluations())
+        metrics, timings = run.read_metrics(), run.read_timings()
         if not metrics or not timings:
-            raise PastError(f"{folder}: metrics.jsonl and timings.jsonl hold no cycle; make the run again")
+            raise PastError(f"{folder}: {METRICS} and {TIMINGS} hold no cycle; make the run again")
         seconds = sum(profiling.totals(timings).values())
         peak = max(line.get("peak_mib", math.nan) for line in timings)
         steps = sum(line.get("student/stepped", math.nan) for line in metrics)
@@ -192,7 +191,7 @@ def row(label: str, recipe: str, folders: Sequence[Path]) -> Row:
         measured = {"student_steps": steps, "seconds": seconds, "peak_mib": peak}
         for name, value in (counted | measured).items():
             if not 0 <= value < 1e15:
-                raise PastError(f"{folder}: metrics.jsonl and timings.jsonl do not tell what the run cost ({name})")
+                raise PastError(f"{folder}: {METRICS} and {TIMINGS} do not tell what the run cost ({name})")
         costs.append(counted | measured)
         diagnostics.append(
             {

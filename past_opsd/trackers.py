@@ -18,15 +18,14 @@ from typing import Any, Protocol
 
 from past_opsd import config
 from past_opsd.config import Recipe
-from past_opsd.evaluate import Evaluation
-from past_opsd.files import enclosed, write_text
+from past_opsd.files import write_text
+from past_opsd.folder import RunFolder
 from past_opsd.reading import SMALL, read_json
-from past_opsd.record import read_lines
-from past_opsd.train import Display, lasting
+from past_opsd.resume import lasting
+from past_opsd.train import Display
 from past_opsd.types import PastError, derive_seed
 
 PROJECT = "past-opsd"
-STATE = "trackers.json"
 NOTE, EVALUATION = "note", "eval/"
 
 
@@ -82,7 +81,7 @@ class TensorBoard:
     def start(self, start: Start) -> Reached:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        folder = start.folder / "tensorboard"
+        folder = RunFolder(start.folder).tensorboard
         reached = Reached()
         if folder.is_dir() and not start.fresh:
             found = self._read(folder)
@@ -223,9 +222,9 @@ class Tracker:
         return self._reached
 
     def _catch_up(self, reached: Reached) -> None:
-        evaluations = map(Evaluation.load, sorted((self._folder / "evaluations").glob("step-*.json")))
-        summaries = {e.step: e.summary(self._recipe.evaluation.pass_k) for e in evaluations}
-        cycles = {line["cycle"] + 1: line for line in read_lines(self._folder / "metrics.jsonl")}
+        run, pass_k = RunFolder(self._folder), self._recipe.evaluation.pass_k
+        summaries = {step: e.summary(pass_k) for step, e in run.read_evaluations().items()}
+        cycles = {line["cycle"] + 1: line for line in run.read_metrics()}
         for step in sorted({*cycles, *summaries}):
             if step in cycles and step > reached.cycle:
                 self._log_cycle(step - 1, cycles[step])
@@ -296,7 +295,7 @@ def open_trackers(names: Sequence[str], folder: Path, recipe: Recipe) -> list[Tr
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise PastError(f"--track {name} needs a package that is missing: pip install 'past-opsd[{name}]'")
-    enclosed(folder)
+    RunFolder(folder).enclosed()
     _read_state(folder)
     return [Tracker(name, BACKENDS[name](), folder, recipe) for name in names]
 
@@ -310,7 +309,9 @@ def _identify(name: str, folder: Path, recipe: Recipe, boundary: int) -> Start:
         known = _State(f"{made:016x}", digest, [])
     fresh = name not in known.trackers
     if fresh:
-        write_text(folder / STATE, json.dumps(asdict(replace(known, trackers=[*known.trackers, name]))) + "\n")
+        write_text(
+            RunFolder(folder).trackers_file, json.dumps(asdict(replace(known, trackers=[*known.trackers, name]))) + "\n"
+        )
     return Start(known.id, boundary, fresh, folder, recipe)
 
 
@@ -322,7 +323,7 @@ class _State:
 
 
 def _read_state(folder: Path) -> _State | None:
-    path = folder / STATE
+    path = RunFolder(folder).trackers_file
     if not os.path.lexists(path):
         return None
     try:

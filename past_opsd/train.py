@@ -1,16 +1,9 @@
-"""A run in a folder: assemble the parts a recipe names, train, evaluate, checkpoint, resume.
-
-recipe.toml     the resolved recipe
-checkpoints/    see checkpoint.py
-evaluations/    step-00000.json ...
-metrics.jsonl, timings.jsonl, rollouts/, continuations/      see record.py
-"""
+"""A run in a folder: assemble the parts a recipe names, train, evaluate, checkpoint, resume."""
 
 from __future__ import annotations
 
 import os
 import random
-import shlex
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +17,9 @@ import torch
 from past_opsd import __version__, checkpoint, config, evaluate, ledger, life, templates
 from past_opsd.config import Recipe
 from past_opsd.distributed import World
-from past_opsd.files import WriteError, write_text
+from past_opsd.evaluate import evaluation_steps
+from past_opsd.files import WriteError
+from past_opsd.folder import RunFolder
 from past_opsd.health import Watcher, counted, droughts, entropy_health, evaluation_alarms, health
 from past_opsd.lab import Lab
 from past_opsd.learner import Learner
@@ -34,7 +29,8 @@ from past_opsd.loop import Cycle, Loop
 from past_opsd.model import Model
 from past_opsd.profiling import Clock, Profile
 from past_opsd.prompts import Prompts
-from past_opsd.record import Recorder, read_lines
+from past_opsd.record import Recorder
+from past_opsd.resume import chosen, continued, differences
 from past_opsd.tasks import Task
 from past_opsd.types import PastError, derive_seed
 from past_opsd.verifiers import Verifier
@@ -176,11 +172,6 @@ class Outcome:
         return self.completed == self.cycles
 
 
-def evaluation_steps(recipe: Recipe) -> set[int]:
-    """The boundaries at which the recipe evaluates."""
-    return {round(fraction * recipe.run.cycles) for fraction in recipe.evaluation.at}
-
-
 def train(
     recipe: Recipe,
     folder: Path,
@@ -203,7 +194,7 @@ def train(
     of several processes all of them call this; the first alone writes and talks. A resume goes on from boundary `step`
     where that is given: what came after it is set aside. `opened` is shown the parts before the first cycle.
     """
-    world = world or World()
+    world, run = world or World(), RunFolder(folder)
     display = display if world.first else Silent()
     under_way = "stopping as soon as what was loaded is put together"
 
@@ -213,8 +204,8 @@ def train(
         return life.interruptible(lambda: under_way if world.first else "", terminate=world.alone)
 
     with (
-        _continuable(folder, again),
-        _opened(recipe, folder, resume, world, display, again) as existing,
+        _continuable(run, again),
+        _opened(recipe, run, resume, world, display, again) as existing,
         session(recipe, verifier, world) as parts,
         asking() as asked,
     ):
@@ -226,22 +217,24 @@ def train(
         def stopping() -> bool:
             return world.any(asked() or stop())
 
+        state: dict[str, Any] = {"next_cycle": 0}
         if existing:
-            start = _restore(parts, folder, display, step)
+            state = _restore(parts, run, display, step)
         else:
             under_way = "finishing what comes before the first cycle, then a checkpoint"
-            start = _begin(parts, folder)
+            _begin(parts, run)
+        start = state["next_cycle"]
         opened(parts)
         clock = Clock(display.phase)
         parts.loop.lab.span = clock.span
-        recorder = Recorder(folder) if world.first else None
-        if recorder is not None:
-            recorder.rewind(start)
+        if world.first:
+            run.rewind(start)
         if existing:
             under_way = f"finishing what comes before cycle {start + 1}"
-            _account(parts, folder, start, display)
-        watcher = Watcher(read_lines(folder / "metrics.jsonl")) if world.first else Watcher([])
-        profiler = Profile(folder) if profile and world.first else None
+            _account(parts, run, state, display)
+        recorder = Recorder(run, parts.ledger.digests) if world.first else None
+        watcher = Watcher(run.read_metrics()) if world.first else Watcher([])
+        profiler = Profile(run.profile) if profile and world.first else None
         for k in range(start, recipe.run.cycles):
             if stopping():
                 break
@@ -255,26 +248,24 @@ def train(
                 for warning in watcher.see(metrics):
                     display.note(f"cycle {k}: {warning}")
                 display.cycle(k, metrics)
-            _boundary(parts, folder, k + 1, display, clock, last=stopping())
+            _boundary(parts, run, k + 1, display, clock, last=stopping())
             if profiler:
                 profiler.write(clock)
-        completed = world.share(lambda: checkpoint.steps(folder)[-1])
-    return outcome(recipe, folder, completed) if world.first else Outcome(folder, completed, recipe.run.cycles)
+        completed = world.share(lambda: run.steps()[-1])
+    return outcome(recipe, run, completed) if world.first else Outcome(folder, completed, recipe.run.cycles)
 
 
 @contextmanager
 def _opened(
-    recipe: Recipe, folder: Path, resume: bool, world: World, display: Display, again: str
+    recipe: Recipe, run: RunFolder, resume: bool, world: World, display: Display, again: str
 ) -> Iterator[list[int]]:
     """The boundaries that the folder holds, which until the end no other process writes."""
-    with held(folder, display.note) if world.first else nullcontext():
-        existing = world.share(lambda: ledger.existing(folder, recipe))
+    with held(run.path, display.note) if world.first else nullcontext():
+        existing = world.share(lambda: ledger.existing(run, recipe))
         if existing and not resume:
-            raise PastError(
-                f"{folder} already holds a run; choose another folder (--out), or continue it with: {again}"
-            )
+            raise PastError(f"{run} already holds a run; choose another folder (--out), or continue it with: {again}")
         if resume and not existing:
-            display.note(f"{folder} holds no checkpoint yet; starting from the beginning")
+            display.note(f"{run} holds no checkpoint yet; starting from the beginning")
         yield existing
 
 
@@ -309,204 +300,101 @@ def _enough(recipe: Recipe, problems: int) -> None:
         )
 
 
-def outcome(recipe: Recipe, folder: Path, completed: int) -> Outcome:
+def outcome(recipe: Recipe, run: RunFolder, completed: int) -> Outcome:
     """What the folder of a run shows."""
-    files = sorted((folder / "evaluations").glob("step-*.json"))
-    evaluations = {e.step: e for e in map(evaluate.Evaluation.load, files)}
-    lines = read_lines(folder / "metrics.jsonl")
+    evaluations, lines = run.read_evaluations(), run.read_metrics()
     warnings = counted(lines, "cycles") + droughts(lines)
-    warnings += health(evaluations, recipe.evaluation.pass_k) + entropy_health(lines) + ledger.warnings(folder)
+    warnings += health(evaluations, recipe.evaluation.pass_k) + entropy_health(lines) + ledger.warnings(run)
     if evaluations:
         warnings += evaluation_alarms(evaluations[max(evaluations)])
-    return Outcome(folder, completed, recipe.run.cycles, evaluations, warnings)
+    return Outcome(run.path, completed, recipe.run.cycles, evaluations, warnings)
 
 
-def _begin(parts: Session, folder: Path) -> int:
+def _begin(parts: Session, run: RunFolder) -> None:
     # No draw of ours comes from a global stream; a user's verifier or task may, so those streams start from the seed.
     random.seed(derive_seed(parts.recipe.run.seed, "python"))
     torch.manual_seed(derive_seed(parts.recipe.run.seed, "torch") >> 1)
     if parts.world.first:
-        write_text(folder / "recipe.toml", config.to_toml(parts.recipe))
+        run.write_recipe(parts.recipe)
     parts.loop.prepare()
-    _evaluate(parts, folder, 0, None)
-    _checkpoint(parts, folder, 0)
-    return 0
+    _evaluate(parts, run, 0, None)
+    _checkpoint(parts, run, 0)
 
 
-def _evaluation(folder: Path, step: int) -> Path:
-    return folder / "evaluations" / f"step-{step:05d}.json"
-
-
-def _protected(recipe: Recipe, folder: Path) -> set[int]:
+def _protected(recipe: Recipe, run: RunFolder) -> set[int]:
     """Boundaries whose checkpoints stay: where the recipe evaluates, and where the run was evaluated."""
-    return evaluation_steps(recipe) | {s for s in checkpoint.steps(folder) if _evaluation(folder, s).exists()}
+    return evaluation_steps(recipe) | {s for s in run.steps() if run.evaluations.path(s).exists()}
 
 
-def _restore(parts: Session, folder: Path, display: Display, step: int | None = None) -> int:
-    path, notes = parts.world.share(lambda: _chosen(folder, step))
+def _restore(parts: Session, run: RunFolder, display: Display, step: int | None = None) -> dict[str, Any]:
+    """Everything as it was at a boundary; returns the checkpoint's plain state."""
+    path, notes = parts.world.share(lambda: chosen(run, step))
     for note in notes:
         display.note(note)
     if path is None:
-        raise PastError(f"{folder}: no checkpoint is whole; start again in another folder (--out)")
+        raise PastError(f"{run}: no checkpoint is whole; start again in another folder (--out)")
     if not path.is_dir():
         raise PastError(
             f"rank {parts.world.rank} on {socket.gethostname()} does not see {path}; --out must be a folder that all "
             "machines share"
         )
-    saved = checkpoint.read_state(path)
-    for note in _continued(folder, saved.get("identity"), parts, saved["next_cycle"]):
+    state = checkpoint.read_state(path)
+    for note in continued(run, state, parts.recipe, parts.identity):
         display.note(note)
-    state = checkpoint.restore(path, parts.model, parts.learner)
-    if checkpoint.folder(folder, state["next_cycle"]) != path:
+    checkpoint.restore(path, parts.model, parts.learner, state)
+    if run.checkpoint(state["next_cycle"]) != path:
         raise PastError(f"{path}: its state.json is that of boundary {state['next_cycle']}, so it is another run's")
     checkpoint.restore_method(path, state, parts.loop.method)
     parts.loop.publish()
     if parts.world.first:
-        checkpoint.set_aside(folder, after=state["next_cycle"], label="damaged" if step is None else "later")
-        checkpoint.prune(folder, parts.recipe.run.keep_checkpoints, _protected(parts.recipe, folder))
+        checkpoint.set_aside(run, after=state["next_cycle"], label="damaged" if step is None else "later")
+        checkpoint.prune(run, parts.recipe.run.keep_checkpoints, _protected(parts.recipe, run))
     display.note(f"resuming from {path}")
-    return state["next_cycle"]
+    return state
 
 
-def _account(parts: Session, folder: Path, step: int, display: Display) -> None:
+def _account(parts: Session, run: RunFolder, state: dict[str, Any], display: Display) -> None:
     """Take up what was counted before; where an evaluation of this very boundary is due, it is made (again)."""
-    steps = evaluation_steps(parts.recipe)
-    parts.ledger = parts.world.share(lambda: ledger.take_up(folder, step, parts.recipe, steps, display.note))
-    if parts.world.share(lambda: not _evaluation(folder, step).is_file()):
-        _evaluate(parts, folder, step, display)
-        checkpoint.restore_rng(checkpoint.folder(folder, step))
+    parts.ledger = parts.world.share(lambda: ledger.take_up(run, state, parts.recipe, display.note))
+    if parts.world.share(lambda: not run.evaluations.path(state["next_cycle"]).is_file()):
+        _evaluate(parts, run, state["next_cycle"], display)
+        checkpoint.restore_rng(state)
 
 
-def _chosen(folder: Path, step: int | None) -> tuple[Path | None, list[str]]:
-    if step is None:
-        return checkpoint.newest_whole(folder)
-    path = checkpoint.folder(folder, step)
-    problem = checkpoint.damage(path)
-    if problem is not None:
-        raise PastError(f"{path} cannot be resumed from: {problem}")
-    later = [number for number in checkpoint.steps(folder) if number > step]
-    kept = f"the checkpoints after boundary {step} are set aside as later-checkpoint-*, their records are dropped"
-    return path, [kept] if later else []
-
-
-FREE = frozenset(
-    {"name", "description", "run.checkpoint_every", "run.keep_checkpoints", "evaluation.at", "evaluation.pass_k"}
-    | {"verifier.workers"}
-)
-"""Keys of a recipe that may change when a run goes on: they decide what is kept and shown, not what is learned."""
-ROUNDING = frozenset(
-    {"run.threads", "learner.token_budget", "learner.loss_memory_mib", "learner.shared_prompts", "engine.batch"}
-    | {"model.gradient_checkpointing"}
-)
-"""Keys that may change too, at the price of the last bits: the same sums in another order."""
-
-
-def lasting(recipe: Recipe) -> dict[str, Any]:
-    """The settings that stay the same for as long as a run goes on: leaf -> value."""
-    leaves = {key: value for key, _, value in changes({}, config.dump(recipe))}
-    moving = FREE | ROUNDING | {"run.cycles"}
-    return {key: value for key, value in leaves.items() if key not in moving and not key.startswith("distributed.")}
-
-
-def _continued(folder: Path, saved: Any, parts: Session, done: int) -> list[str]:
-    """What a person should know of the changes since the run was started; what makes it another run is refused."""
-    refused: list[str] = []
-    notes: list[str] = []
-    places = config.places(parts.recipe)
-    for key, old, new in changes(saved, parts.identity):
-        name = key.removeprefix("recipe.")
-        if name in config.former(parts.recipe):
-            continue
-        told = f"{key}: {old!r} -> {new!r}"
-        if name in places and all(isinstance(value, str) for value in (old, new)):
-            notes.append(f"{name} is {new} now, not {old}; what is read there is the same")
-        elif name == key or name not in FREE | ROUNDING | {"run.cycles"}:
-            refused.append(told)
-        elif name == "run.cycles":
-            problem = _other_length(parts.recipe, new, done)
-            refused += [f"{told} ({problem})"] if problem else []
-            notes.append(f"going on to {new} cycles instead of {old}")
-        elif name in ROUNDING:
-            notes.append(f"{name} is {new} now, not {old}: the same sums in another order, so the last bits may differ")
-    if refused:
-        lines = "\n".join(f"  {line}" for line in refused)
-        back = ""
-        if any(line.startswith("recipe.") for line in refused) and (folder / "recipe.toml").is_file():
-            command = [*life.program(), "train", str(folder), "--resume"]
-            back = f"\nAs it was started, it goes on with: {shlex.join(command)}"
-        raise PastError(f"{folder} was started with another setup; to continue it, restore what it had:\n{lines}{back}")
-    late = sorted(s for s in evaluation_steps(parts.recipe) if s < done and not _evaluation(folder, s).exists())
-    if late:
-        notes.append(f"not evaluated after {', '.join(map(str, late))} cycles: the run is past that")
-    return notes
-
-
-def _other_length(recipe: Recipe, new: int, done: int) -> str:
-    """Why a run cannot go on to another number of cycles; empty where it can."""
-    if new < done:
-        return f"{done} cycles are done already; take {done} or more"
-    falling = [f"learner.{role}.schedule = '{section.schedule}'" for role, section in _falling(recipe)]
-    if falling:
-        return (
-            f"{' and '.join(falling)} ends at run.cycles, so with {new} cycles every step would have had another "
-            "learning rate; start it anew in another folder (--out)"
-        )
-    return ""
-
-
-def _falling(recipe: Recipe) -> list[tuple[str, config.OptimizerSection]]:
-    both = (("student", recipe.learner.student), ("teacher", recipe.learner.teacher))
-    return [(role, section) for role, section in both if section.schedule != "constant"]
-
-
-def changes(saved: Any, current: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """Leaves that differ: key, saved value, current value."""
-    if isinstance(saved, dict) and isinstance(current, dict):
-        keys = list(dict.fromkeys([*saved, *current]))
-        inner = ((key, saved.get(key), current.get(key)) for key in keys)
-        return [leaf for key, a, b in inner for leaf in changes(a, b, f"{path}.{key}" if path else key)]
-    return [] if saved == current else [(path, saved, current)]
-
-
-def differences(saved: Any, current: Any) -> list[str]:
-    """Leaves that differ, as 'key: saved -> current'."""
-    return [f"{key}: {a!r} -> {b!r}" for key, a, b in changes(saved, current)]
-
-
-def _boundary(parts: Session, folder: Path, step: int, display: Display, clock: Clock, last: bool) -> None:
+def _boundary(parts: Session, run: RunFolder, step: int, display: Display, clock: Clock, last: bool) -> None:
     """After a complete cycle: evaluate and checkpoint where the recipe says so, and always at the end."""
-    run = parts.recipe.run
+    section = parts.recipe.run
     if step in evaluation_steps(parts.recipe):
         clock.phase("evaluate")
-        _evaluate(parts, folder, step, display)
+        _evaluate(parts, run, step, display)
         clock.stop()
-    elif step % run.checkpoint_every and step != run.cycles and not last:
+    elif step % section.checkpoint_every and step != section.cycles and not last:
         return
     with clock.span("checkpoint"):
-        _checkpoint(parts, folder, step)
+        _checkpoint(parts, run, step)
     if parts.world.first:
-        checkpoint.prune(folder, run.keep_checkpoints, _protected(parts.recipe, folder))
+        checkpoint.prune(run, section.keep_checkpoints, _protected(parts.recipe, run))
 
 
-def _evaluate(parts: Session, folder: Path, step: int, display: Display | None) -> None:
+def _evaluate(parts: Session, run: RunFolder, step: int, display: Display | None) -> None:
     if step not in evaluation_steps(parts.recipe):
         return
     evaluation = parts.evaluate(step)
     parts.ledger.evaluated = sorted({*parts.ledger.evaluated, step})
     if parts.world.first:
-        evaluation.save(_evaluation(folder, step))
+        parts.ledger.write(run, evaluation)
     if display is not None:
         display.evaluated(step, evaluation.summary(parts.recipe.evaluation.pass_k))
 
 
-def _checkpoint(parts: Session, folder: Path, step: int) -> None:
+def _checkpoint(parts: Session, run: RunFolder, step: int) -> None:
     """Written by the first process; the others go on when it is complete."""
     if parts.world.first:
-        _save(parts, folder, step)
+        _save(parts, run, step)
     parts.world.barrier()
 
 
-def _save(parts: Session, folder: Path, step: int) -> None:
+def _save(parts: Session, run: RunFolder, step: int) -> None:
     position = step * parts.recipe.rollout.problems_per_cycle
     state = {
         "method": parts.loop.method.state(),
@@ -516,7 +404,7 @@ def _save(parts: Session, folder: Path, step: int) -> None:
         "identity": parts.identity,
         "records": parts.ledger.dump(),
     }
-    checkpoint.save(folder, step, parts.model, parts.learner, state)
+    checkpoint.save(run, step, parts.model, parts.learner, state)
 
 
 def _costs(cycle: Cycle) -> dict[str, int]:
@@ -533,12 +421,12 @@ def _costs(cycle: Cycle) -> dict[str, int]:
 
 
 @contextmanager
-def _continuable(folder: Path, again: str) -> Iterator[None]:
+def _continuable(run: RunFolder, again: str) -> Iterator[None]:
     """Where a file could not be written, say what the run goes on from."""
     try:
         yield
     except WriteError as error:
-        path, _ = checkpoint.newest_whole(folder)
+        path, _ = checkpoint.newest_whole(run)
         kept = f"no boundary was complete yet; put that right and start it again with: {again}"
         if path is not None:
             step = checkpoint.read_state(path)["next_cycle"]

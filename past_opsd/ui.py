@@ -12,6 +12,7 @@ from rich.text import Text
 
 from past_opsd import life
 from past_opsd.evaluate import Evaluation
+from past_opsd.folder import RunFolder
 from past_opsd.health import evaluation_alarms
 from past_opsd.profiling import verdict
 from past_opsd.stats import EDGE, bootstrap, choose_unit
@@ -107,7 +108,7 @@ def closing(
     if outcome.finished:
         console.print(f"run: {outcome.folder}", highlight=False, soft_wrap=True)
     else:
-        kept = life.newest_checkpoint(outcome.folder)
+        kept = RunFolder(outcome.folder).newest()
         console.print(f"stopped after {outcome.completed} of {outcome.cycles} cycles", highlight=False)
         console.print(f"checkpoint: {kept}", highlight=False, soft_wrap=True, markup=False)
         console.print(f"continue with: {again}", highlight=False, soft_wrap=True, markup=False)

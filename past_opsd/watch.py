@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from past_opsd import arguments, checkpoint, report
+from past_opsd import arguments, report
+from past_opsd.folder import REPORTED, RunFolder, runs_below
 from past_opsd.reading import read_bytes, read_toml
 from past_opsd.report import data, page
 from past_opsd.types import PastError
@@ -35,7 +36,6 @@ SCRIPT = page.ASSETS / "watch.js"
 WAIT = 10.0
 """Seconds in which a client must have sent its request, and take each part of the answer."""
 CLIENTS = 64
-PATTERNS = ("recipe.toml", "metrics.jsonl", "timings.jsonl", "evaluations/*.json", "probes/*.json")
 
 
 @dataclass(frozen=True)
@@ -62,28 +62,15 @@ class Progress:
 
 def progress(folder: Path) -> Progress | None:
     """How far a run is; None where its recipe went away. A damaged recipe or record is a `PastError`."""
-    if not os.path.lexists(folder / "recipe.toml"):
+    run = RunFolder(folder)
+    if not os.path.lexists(run.recipe_file):
         return None
-    section = read_toml(folder / "recipe.toml").get("run")
+    section = read_toml(run.recipe_file).get("run")
     cycles = section.get("cycles") if isinstance(section, dict) else None
     if type(cycles) is not int or not 0 < cycles < 10**9:
-        raise PastError(f"{folder / 'recipe.toml'}: run.cycles does not say how long the run is")
-    metrics = folder / "metrics.jsonl"
-    cycle = read_bytes(metrics).count(b"\n") if os.path.lexists(metrics) else 0
-    return Progress(folder, cycle, cycles, checkpoint.folder(folder, cycles).is_dir())
-
-
-def folders(path: Path, depth: int = data.DEPTH) -> list[Path]:
-    """The run folders at or below a path that exist by now."""
-    if (path / "recipe.toml").is_file():
-        return [path]
-    if depth == 0 or not path.is_dir():
-        return []
-    try:
-        inner = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
-    except OSError:  # it went away, or is not ours to read
-        return []
-    return [run for folder in inner for run in folders(folder, depth - 1)]
+        raise PastError(f"{run.recipe_file}: run.cycles does not say how long the run is")
+    cycle = read_bytes(run.metrics_file).count(b"\n") if os.path.lexists(run.metrics_file) else 0
+    return Progress(folder, cycle, cycles, run.checkpoint(cycles).is_dir())
 
 
 class Watched:
@@ -107,7 +94,7 @@ class Watched:
         digest = hashlib.blake2b(digest_size=12)
         newest = 0.0
         for folder in [run.folder for run in runs] + list(damaged):
-            found = [p for pattern in PATTERNS for p in sorted(folder.glob(pattern))]
+            found = [p for pattern in REPORTED for p in sorted(folder.glob(pattern))]
             for path in found:
                 try:
                     status = path.stat()
@@ -160,7 +147,7 @@ class Watched:
         """How far the runs are, and what is wrong with those that do not say."""
         found: list[Progress] = []
         damaged: dict[Path, str] = {}
-        for folder in {folder.resolve(): None for path in self._paths for folder in folders(path)}:
+        for folder in {run.path.resolve(): None for path in self._paths for run in runs_below(path)}:
             try:
                 run = progress(folder)
             except (PastError, OSError) as error:

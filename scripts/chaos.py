@@ -48,7 +48,7 @@ import torch
 
 from past_opsd import checkpoint, config, model
 from past_opsd.config import Recipe
-from past_opsd.record import read_lines
+from past_opsd.folder import RunFolder
 from past_opsd.train import session, train
 from past_opsd.types import PastError, derive_seed
 
@@ -223,7 +223,7 @@ def start(
         os.write(sink, text.encode())
 
     try:
-        kept = checkpoint.newest_whole(folder)[0]
+        kept = checkpoint.newest_whole(RunFolder(folder))[0]
         points = Points(folder, fatal or (lambda name: False), report, f"from {kept.name if kept else 'nothing'}: ")
         if fatal is not None:
             points.install()
@@ -260,7 +260,7 @@ def run(recipe: Recipe, folder: Path, **how: Any) -> End:
 def fingerprint(folder: Path) -> dict[str, bytes]:
     """Every file of a run; of the timings, which never repeat, only which cycles they are of."""
     found = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-    found["timings.jsonl"] = str([line["cycle"] for line in read_lines(folder / "timings.jsonl")]).encode()
+    found["timings.jsonl"] = str([line["cycle"] for line in RunFolder(folder).read_timings()]).encode()
     return found
 
 
@@ -284,7 +284,7 @@ class Watch:
     def look(self, blow: str) -> None:
         self.history.append(blow)
         where = f"{len(self.history)} blows, last: {blow}"
-        path, notes = checkpoint.newest_whole(self.folder)
+        path, notes = checkpoint.newest_whole(RunFolder(self.folder))
         if notes:
             raise ChaosError(f"{where}: {notes}")
         reached = -1 if path is None else checkpoint.read_state(path)["next_cycle"]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from past_opsd import checkpoint, fused
 from past_opsd.config import Recipe
+from past_opsd.folder import CHECKPOINT, MANIFEST, RunFolder
 from past_opsd.train import Session, train
 from past_opsd.types import PastError
 
@@ -85,24 +86,24 @@ def flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [half, empty, longer, flip, Path.unlink], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", sorted([*checkpoint.FILES, checkpoint.MANIFEST]))
+@pytest.mark.parametrize("name", sorted([*CHECKPOINT, MANIFEST]))
 def test_whatever_happens_to_a_file_of_the_newest_checkpoint_the_one_before_is_found(
     unbroken: Path, tmp_path: Path, name: str, damage: Callable[[Path], None]
 ):
     for step in (2, 3):
-        shutil.copytree(checkpoint.folder(unbroken, step), checkpoint.folder(tmp_path, step))
-    assert checkpoint.newest_whole(tmp_path) == (checkpoint.folder(tmp_path, 3), [])
-    damage(checkpoint.folder(tmp_path, 3) / name)
-    found, notes = checkpoint.newest_whole(tmp_path)
-    assert found == checkpoint.folder(tmp_path, 2)
+        shutil.copytree(RunFolder(unbroken).checkpoint(step), RunFolder(tmp_path).checkpoint(step))
+    assert checkpoint.newest_whole(RunFolder(tmp_path)) == (RunFolder(tmp_path).checkpoint(3), [])
+    damage(RunFolder(tmp_path).checkpoint(3) / name)
+    found, notes = checkpoint.newest_whole(RunFolder(tmp_path))
+    assert found == RunFolder(tmp_path).checkpoint(2)
     (note,) = notes
-    assert note.startswith(f"{checkpoint.folder(tmp_path, 3)} is damaged ({name} ")
+    assert note.startswith(f"{RunFolder(tmp_path).checkpoint(3)} is damaged ({name} ")
 
 
 def test_a_checkpoint_has_the_files_that_it_must_have(unbroken: Path):
-    path = checkpoint.folder(unbroken, 3)
+    path = RunFolder(unbroken).checkpoint(3)
     found = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
-    assert found == checkpoint.FILES | {checkpoint.MANIFEST}
+    assert found == CHECKPOINT | {MANIFEST}
 
 
 def test_damaged_checkpoints_do_not_count_as_boundaries_of_the_run(
@@ -110,12 +111,12 @@ def test_damaged_checkpoints_do_not_count_as_boundaries_of_the_run(
 ):
     """All but the first two are damaged, and the run is stopped again before it is past them."""
     for step in (2, 3):
-        flip(checkpoint.folder(run, step) / "adapter_model.safetensors")
+        flip(RunFolder(run).checkpoint(step) / "adapter_model.safetensors")
     asked = chain([False], repeat(True))
     outcome = train(recipe, run, True, quiet, stop=lambda: next(asked))
     assert (outcome.completed, outcome.finished) == (2, False)
-    assert checkpoint.steps(run) == [0, 1, 2]
-    assert checkpoint.newest_whole(run) == (checkpoint.folder(run, 2), [])
+    assert RunFolder(run).steps() == [0, 1, 2]
+    assert checkpoint.newest_whole(RunFolder(run)) == (RunFolder(run).checkpoint(2), [])
     assert sorted(p.name for p in (run / "checkpoints").glob("damaged-*")) == [
         "damaged-checkpoint-00002",
         "damaged-checkpoint-00003",
@@ -126,8 +127,8 @@ def test_damaged_checkpoints_do_not_count_as_boundaries_of_the_run(
 
 def test_a_copy_of_a_checkpoint_under_another_name_is_no_boundary(run: Path):
     for name in ("checkpoint-00003-backup", "checkpoint-7", "checkpoint-old", "checkpoint-٠٠٠٠٣"):
-        shutil.copytree(checkpoint.folder(run, 3), run / "checkpoints" / name)
-    assert checkpoint.steps(run) == [0, 1, 2, 3]
+        shutil.copytree(RunFolder(run).checkpoint(3), run / "checkpoints" / name)
+    assert RunFolder(run).steps() == [0, 1, 2, 3]
 
 
 class Poisoning(Quiet):
@@ -175,7 +176,7 @@ def test_nan_in_an_adapter_ends_the_run_and_costs_nothing(
         patch.setattr(module, "assemble", assemble)
         with pytest.raises(PastError, match=message):
             train(recipe, tmp_path / "run", False, display)
-    assert checkpoint.newest_whole(tmp_path / "run") == (checkpoint.folder(tmp_path / "run", 1), [])
+    assert checkpoint.newest_whole(RunFolder(tmp_path / "run")) == (RunFolder(tmp_path / "run").checkpoint(1), [])
     assert train(recipe, tmp_path / "run", True, Quiet()).finished
     assert fingerprint(tmp_path / "run") == fingerprint(unbroken)
 
@@ -201,7 +202,7 @@ def test_nan_in_a_loss_ends_the_run_and_costs_nothing(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_an_adapter_that_is_not_finite_is_refused(unbroken: Path, tmp_path: Path, past: Session, value: float):
-    path = Path(shutil.copytree(checkpoint.folder(unbroken, 3), tmp_path / "adapter"))
+    path = Path(shutil.copytree(RunFolder(unbroken).checkpoint(3), tmp_path / "adapter"))
     tensors = load_file(path / "adapter_model.safetensors")
     tensors[min(tensors)].view(-1)[0] = value
     save_file(tensors, path / "adapter_model.safetensors")

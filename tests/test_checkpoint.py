@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from past_opsd import checkpoint
+from past_opsd.folder import RunFolder
 from past_opsd.train import Session, session
 from past_opsd.types import PastError
 
@@ -15,7 +16,7 @@ from past_opsd.types import PastError
 @pytest.fixture
 def saved(past: Session, tmp_path: Path) -> tuple[Session, Path]:
     past.loop.cycle(0)
-    return past, checkpoint.save(tmp_path, 1, past.model, past.learner, {"method": past.loop.method.state()})
+    return past, checkpoint.save(RunFolder(tmp_path), 1, past.model, past.learner, {"method": past.loop.method.state()})
 
 
 def test_everything_comes_back(saved: tuple[Session, Path], small_recipe):
@@ -54,29 +55,29 @@ def test_nothing_temporary_is_left(saved: tuple[Session, Path]):
 def test_a_left_over_temporary_folder_does_not_count(saved: tuple[Session, Path]):
     parts, path = saved
     (path.parent / ".writing-checkpoint-00002").mkdir()
-    assert checkpoint.steps(path.parents[1]) == [1]
-    checkpoint.save(path.parents[1], 2, parts.model, parts.learner, {})
-    assert checkpoint.steps(path.parents[1]) == [1, 2]
+    assert RunFolder(path.parents[1]).steps() == [1]
+    checkpoint.save(RunFolder(path.parents[1]), 2, parts.model, parts.learner, {})
+    assert RunFolder(path.parents[1]).steps() == [1, 2]
 
 
 def test_a_checkpoint_that_holds_a_file_of_somebodys_own_is_not_deleted(saved: tuple[Session, Path]):
     parts, path = saved
     run = path.parents[1]
     for step in (2, 3, 4):
-        checkpoint.save(run, step, parts.model, parts.learner, {})
-    (checkpoint.folder(run, 2) / "merged").mkdir()
-    (checkpoint.folder(run, 2) / "merged" / "model.safetensors").write_text("mine")
-    checkpoint.prune(run, 1, set())
-    assert checkpoint.steps(run) == [2, 4]
-    assert checkpoint.damage(checkpoint.folder(run, 2)) is None
+        checkpoint.save(RunFolder(run), step, parts.model, parts.learner, {})
+    (RunFolder(run).checkpoint(2) / "merged").mkdir()
+    (RunFolder(run).checkpoint(2) / "merged" / "model.safetensors").write_text("mine")
+    checkpoint.prune(RunFolder(run), 1, set())
+    assert RunFolder(run).steps() == [2, 4]
+    assert checkpoint.damage(RunFolder(run).checkpoint(2)) is None
 
 
 def test_a_checkpoint_set_aside_before_is_kept(saved: tuple[Session, Path]):
     parts, path = saved
     run = path.parents[1]
     for _ in range(3):
-        checkpoint.save(run, 2, parts.model, parts.learner, {})
-        checkpoint.set_aside(run, after=1)
+        checkpoint.save(RunFolder(run), 2, parts.model, parts.learner, {})
+        checkpoint.set_aside(RunFolder(run), after=1)
     assert sorted(p.name for p in path.parent.iterdir() if p != path) == [
         f"damaged-checkpoint-00002{suffix}" for suffix in ("", "-2", "-3")
     ]

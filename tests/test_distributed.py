@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from past_opsd import checkpoint
 from past_opsd.distributed import World, balance
+from past_opsd.folder import RunFolder
 from past_opsd.fused import Job, Result
 from past_opsd.lab import Work, share_out
 from past_opsd.learner import Log
@@ -67,7 +68,7 @@ def sampled(folder: Path) -> dict[str, object]:
 
 
 def weights(folder: Path, step: int = 3) -> dict[str, torch.Tensor]:
-    last = checkpoint.folder(folder, step)
+    last = RunFolder(folder).checkpoint(step)
     files = sorted(last.rglob("*.safetensors"))
     return {f"{path.relative_to(last)} {k}": v for path in files for k, v in load_file(path).items()}
 
@@ -114,11 +115,11 @@ def test_a_sharded_base_changes_no_bit_even_where_a_rank_has_nothing_to_do(run):
 def test_a_checkpoint_of_two_processes_resumes_under_another_number(run, launch: Launcher, tmp_path: Path, size: int):
     folder = tmp_path / "run"
     shutil.copytree(run(2, RUN), folder)
-    shutil.rmtree(checkpoint.folder(folder, 3))
+    shutil.rmtree(RunFolder(folder).checkpoint(3))
     settings = [*RUN, "distributed.shard='full'"] if size == 3 else RUN
     ended = launch(size, *words(folder, settings, "--resume"))
     assert ended.codes == [0] * size, ended.err
-    assert f"resuming from {checkpoint.folder(folder, 2)}" in ended.out[0]
+    assert f"resuming from {RunFolder(folder).checkpoint(2)}" in ended.out[0]
     assert_same(run(1, RUN), folder)
 
 
@@ -131,10 +132,10 @@ def test_a_killed_process_ends_the_run_with_one_message(run, launch: Launcher, t
     assert ended.codes[1 - lost] == 2
     (message,) = ended.messages
     assert message.startswith(f"rank {lost} of 2 ended without a word")
-    assert str(checkpoint.folder(folder, 2)) in message
+    assert str(RunFolder(folder).checkpoint(2)) in message
     assert message.rstrip().endswith(f"--out {folder} --resume")
     assert "Traceback" not in message
-    assert checkpoint.newest_whole(folder)[0] == checkpoint.folder(folder, 2)
+    assert checkpoint.newest_whole(RunFolder(folder))[0] == RunFolder(folder).checkpoint(2)
     if lost == 1:
         assert launch(2, *words(folder, RUN, "--resume")).codes == [0, 0]
         assert identical(folder, run(2, RUN))
@@ -158,7 +159,7 @@ def test_a_fault_in_one_process_stops_all_before_anything_is_kept(
     (message,) = ended.messages
     assert message.startswith(expected)
     assert "checkpoint-00000; continue with" in message
-    assert checkpoint.steps(tmp_path / "run") == [0]
+    assert RunFolder(tmp_path / "run").steps() == [0]
 
 
 def test_ctrl_c_in_one_process_stops_all_at_the_same_boundary(run, launch: Launcher, tmp_path: Path):
@@ -166,7 +167,7 @@ def test_ctrl_c_in_one_process_stops_all_at_the_same_boundary(run, launch: Launc
     ended = launch(2, *words(folder, RUN), fault={"rank": 1, "kind": "interrupt", "at": [0, "adapt"]})
     assert ended.codes == [130, 130]
     assert not ended.messages
-    assert checkpoint.steps(folder)[-1] == 1
+    assert RunFolder(folder).steps()[-1] == 1
     assert len(lines(folder)) == 1
 
 

@@ -16,6 +16,7 @@ from past_opsd import checkpoint, config
 from past_opsd.cli import main
 from past_opsd.config import ModelSection
 from past_opsd.export import MARK, card, export, push
+from past_opsd.folder import RunFolder
 from past_opsd.model import Model
 from past_opsd.train import session, train
 from past_opsd.types import PastError, View
@@ -40,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, small_recipe):
 def expected(run: Path, small_recipe) -> torch.Tensor:
     """The student's own logits behind the first five ids."""
     with session(small_recipe()) as parts, torch.no_grad():
-        checkpoint.load_adapter(parts.model, "student", checkpoint.folder(run, 3))
+        checkpoint.load_adapter(parts.model, "student", RunFolder(run).checkpoint(3))
         states = parts.model.hidden([(View("student", IDS[:1]), IDS[1:])])
         return states @ parts.model.head.T
 
@@ -52,7 +53,7 @@ def logits(model) -> torch.Tensor:
 
 def test_a_damaged_checkpoint_passed_over_is_told(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     copy = shutil.copytree(run, tmp_path / "run")
-    (checkpoint.folder(copy, 3) / "adapter_model.safetensors").write_bytes(b"")
+    (RunFolder(copy).checkpoint(3) / "adapter_model.safetensors").write_bytes(b"")
     assert main(["export", str(copy)]) == 0
     assert "checkpoint-00003 is damaged" in capsys.readouterr().err
 
@@ -111,7 +112,7 @@ def test_an_older_checkpoint_can_be_chosen_and_unknown_ones_are_listed(run: Path
 def test_a_damaged_checkpoint_is_refused(run: Path, tmp_path: Path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
-    file = checkpoint.folder(copy, 3) / "adapter_model.safetensors"
+    file = RunFolder(copy).checkpoint(3) / "adapter_model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -140,7 +141,7 @@ def test_an_adapter_is_written_in_order(tmp_path: Path):
 def test_an_export_is_in_order_where_its_checkpoint_is_not(run: Path, tmp_path: Path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
-    last = checkpoint.folder(copy, 3)
+    last = RunFolder(copy).checkpoint(3)
     plain = json.loads((last / "adapter_config.json").read_text())
     data = json.dumps(plain | {"target_modules": sorted(plain["target_modules"], reverse=True)}).encode()
     (last / "adapter_config.json").write_bytes(data)

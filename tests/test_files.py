@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from past_opsd import files, lock
-from past_opsd.files import append, enclosed, fresh_folder, leftovers, put, sweep, whole, write_text
+from past_opsd.files import append, fresh_folder, leftovers, put, sweep, whole, write_text
+from past_opsd.folder import LAYOUT, RunFolder
 from past_opsd.lock import held
 from past_opsd.types import PastError
 
@@ -220,11 +221,11 @@ def test_a_kill_while_a_folder_is_replaced_leaves_the_old_one_or_the_new_one(tmp
 
 
 @posix
-@pytest.mark.parametrize("name", [*files.OWN, "wandb", "trackers.json"])
+@pytest.mark.parametrize("name", [entry.name for entry in LAYOUT if entry.name != lock.NAME])
 def test_a_run_with_a_link_out_of_it_is_refused(folder: Path, tmp_path: Path, name: str):
     (folder / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PastError, match=rf"{name} is a link that leads out of the run, to {tmp_path}/elsewhere"):
-        enclosed(folder)
+        RunFolder(folder).enclosed()
 
 
 @posix
@@ -237,16 +238,16 @@ def test_links_further_down_count_and_those_that_stay_inside_do_not(folder: Path
     (folder / "elsewhere").mkdir()
     (folder / "report").symlink_to("elsewhere")
     (folder / "evaluations").symlink_to("evaluations")
-    enclosed(folder)
+    RunFolder(folder).enclosed()
     (tmp_path / "other").symlink_to(folder)
-    enclosed(tmp_path / "other")
+    RunFolder(tmp_path / "other").enclosed()
     (folder / "elsewhere" / "figures").symlink_to("../../other/../")
     with pytest.raises(PastError, match="figures is a link that leads out"):
-        enclosed(folder)
+        RunFolder(folder).enclosed()
     (folder / "elsewhere" / "figures").unlink()
     (inner / "state.json").symlink_to("/etc/hostname")
     with pytest.raises(PastError, match=r"teacher/state\.json is a link that leads out of the run, to /etc/hostname"):
-        enclosed(folder)
+        RunFolder(folder).enclosed()
 
 
 # One writer

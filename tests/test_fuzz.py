@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 from past_opsd import boundary, checkpoint, config, export, report, suite
 from past_opsd.evaluate import Evaluation
+from past_opsd.folder import CHECKPOINT, RunFolder
 from past_opsd.probes import probe
-from past_opsd.record import Recorder, read_lines
 from past_opsd.report import data, figures, page
 from past_opsd.shift import shift
 from past_opsd.tasks import dataset
@@ -394,7 +394,7 @@ def parts() -> Iterator[Session]:
 def saved(parts: Session, tmp_path_factory: pytest.TempPathFactory) -> Path:
     parts.loop.cycle(0)
     state = {"method": parts.loop.method.state(), "identity": parts.identity}
-    return checkpoint.save(tmp_path_factory.mktemp("saved"), 1, parts.model, parts.learner, state)
+    return checkpoint.save(RunFolder(tmp_path_factory.mktemp("saved")), 1, parts.model, parts.learner, state)
 
 
 class _Silent:
@@ -417,7 +417,7 @@ def test_a_manifest_of_any_kind(saved: Path, data: st.DataObject):
     assume(put != content)
     try:
         file.write_bytes(put)
-        found, notes = checkpoint.newest_whole(saved.parents[1])
+        found, notes = checkpoint.newest_whole(RunFolder(saved.parents[1]))
         assert (found is None) == bool(notes)
         assert found is None or json.loads(content).items() <= json.loads(put).items()
     finally:
@@ -443,8 +443,8 @@ def test_a_state_of_any_kind(saved: Path, parts: Session, data: st.DataObject):
         file.write_bytes(put)
         manifest["state.json"] = {"bytes": len(put), "sha256": checkpoint._hash(file)}
         listing.write_text(json.dumps(manifest))
-        step = attempt(lambda: _restore(parts, saved.parents[1], _Silent()))
-        assert step is None or isinstance(step, int)
+        state = attempt(lambda: _restore(parts, RunFolder(saved.parents[1]), _Silent()))
+        assert state is None or isinstance(state["next_cycle"], int)
     finally:
         file.write_bytes(content)
         listing.write_bytes(listed)
@@ -452,7 +452,7 @@ def test_a_state_of_any_kind(saved: Path, parts: Session, data: st.DataObject):
 
 
 @fuzz(60)
-@given(st.sampled_from(sorted(n for n in checkpoint.FILES if n.endswith(".safetensors"))), st.data())
+@given(st.sampled_from(sorted(n for n in CHECKPOINT if n.endswith(".safetensors"))), st.data())
 def test_tensors_of_any_kind(saved: Path, parts: Session, name: str, data: st.DataObject):
     file = saved / name
     content = file.read_bytes()
@@ -473,8 +473,8 @@ def test_tensors_of_any_kind(saved: Path, parts: Session, name: str, data: st.Da
 )
 def test_records_of_any_kind(place: Path, content: bytes):
     (place / "metrics.jsonl").write_bytes(content)
-    attempt(lambda: read_lines(place / "metrics.jsonl"))
-    attempt(lambda: Recorder(place).rewind(1))
+    attempt(lambda: RunFolder(place).read_metrics())
+    attempt(lambda: RunFolder(place).rewind(1))
 
 
 result = st.fixed_dictionaries(
@@ -590,8 +590,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     short = ["run.cycles=2", "evaluation.at=[0.0, 1.0]", "rollout.problems_per_cycle=3", "model.lora.rank=2"]
     train(small("embedded/past", *short, "task.eval_problems=2", "run.keep_checkpoints=1"), run, False, Quiet())
     with boundary.opened(run, 2) as at:
-        boundary.save(run, "step-00002", probe(at, boundary.pick(at.parts.loop.problems, 2, 0), 1, "train"))
-        boundary.save(run, "shift-00002", shift(at, 2, 2, 2))
+        at.run.write_probe(2, probe(at, boundary.pick(at.parts.loop.problems, 2, 0), 1, "train"))
+        at.run.write_shift(2, shift(at, 2, 2, 2))
     return run
 
 
@@ -614,7 +614,7 @@ def test_a_run_damaged_in_any_way(made: Path, tmp_path: Path, seed: int):
         run = damaged(made, tmp_path, 10 * seed + i)
         attempt(lambda run=run: figures.figures(data.find([run])))
         attempt(lambda run=run: suite.row("a", "a", [run]))
-        attempt(lambda run=run: export.card(boundary.recipe_of(run), run, checkpoint.folder(run, 2), False))
+        attempt(lambda run=run: export.card(RunFolder(run).recipe(), run, RunFolder(run).checkpoint(2), False))
         attempt(lambda run=run: boundary.choose(run, None))
         watched = Watched([run], lambda found: f"<head>{page.POLICY}</head><body>{len(data.find(found))}</body>")
         assert "<body>" in watched.page()[1]

@@ -12,7 +12,8 @@ import torch
 from conftest import Quiet
 from rich.console import Console
 
-from past_opsd import boundary, checkpoint, config, probe_tables, probes, theory
+from past_opsd import boundary, config, probe_tables, probes, theory
+from past_opsd.folder import RunFolder
 from past_opsd.train import session, train
 from past_opsd.types import Attempt, PastError, Problem, Response, Verdict, View
 
@@ -118,7 +119,7 @@ def test_both_adapters_are_those_of_the_checkpoint(finished: Path, tmp_path: Pat
         student = (tmp_path / "adapter_model.safetensors").read_bytes()
         at.parts.model.save_adapter("teacher", tmp_path)
         teacher = (tmp_path / "adapter_model.safetensors").read_bytes()
-    saved = checkpoint.folder(finished, 2)
+    saved = RunFolder(finished).checkpoint(2)
     assert student == (saved / "adapter_model.safetensors").read_bytes()
     assert teacher == (saved / "teacher" / "adapter_model.safetensors").read_bytes()
 
@@ -181,7 +182,7 @@ def test_the_table_fits_80_columns(copied: Path, capsys: pytest.CaptureFixture[s
 def test_every_checkpoint_is_measured_with_its_own_weights(copied: Path, capsys: pytest.CaptureFixture[str]):
     probes.run(parsed(copied, "--every-checkpoint", "--problems", "4", "--samples", "1", "--json"))
     results = json.loads(capsys.readouterr().out)
-    assert [r["step"] for r in results] == checkpoint.steps(copied)
+    assert [r["step"] for r in results] == RunFolder(copied).steps()
     probes.run(parsed(copied, "--problems", "4", "--samples", "1", "--json"))
     assert json.loads(capsys.readouterr().out) == results[-1]
     probe_tables.show_steps(Console(width=80), results, copied)
@@ -241,7 +242,7 @@ def test_bad_input_is_one_clear_message(copied: Path, tmp_path: Path):
         probes.run(parsed(copied, "--step", "7"))
     with pytest.raises(PastError, match="--problems is 1"):
         probes.run(parsed(copied, "--problems", "1"))
-    adapter = checkpoint.folder(copied, 2) / "teacher" / "adapter_model.safetensors"
+    adapter = RunFolder(copied).checkpoint(2) / "teacher" / "adapter_model.safetensors"
     adapter.write_bytes(adapter.read_bytes()[:-1])
     with pytest.raises(PastError, match=r"is damaged .*other steps kept: 0, 1"):
         probes.run(parsed(copied, "--step", "2"))
@@ -254,7 +255,7 @@ def test_bad_input_is_one_clear_message(copied: Path, tmp_path: Path):
 
 
 def test_a_run_on_another_base_is_refused(copied: Path):
-    path = checkpoint.folder(copied, 2) / "state.json"
+    path = RunFolder(copied).checkpoint(2) / "state.json"
     state = json.loads(path.read_text())
     state["identity"]["verifier"] = "another"
     path.write_text(json.dumps(state))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import Quiet
 
+from past_opsd.folder import RunFolder
 from past_opsd.profiling import Clock, totals, verdict
-from past_opsd.record import read_lines
 from past_opsd.train import train
 
 
@@ -69,4 +69,4 @@ def test_profiling_changes_nothing_but_its_own_folder(profiled: Path, tmp_path: 
     train(small_recipe(), plain, False, quiet)
     assert (plain / "metrics.jsonl").read_bytes() == (profiled / "metrics.jsonl").read_bytes()
     assert not (plain / "profile").exists()
-    assert set(read_lines(plain / "timings.jsonl")[0]) >= {"rollout", "verify", "adapt", "distill"}
+    assert set(RunFolder(plain).read_timings()[0]) >= {"rollout", "verify", "adapt", "distill"}

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from past_opsd import boundary, checkpoint, cli, config, export, serve, watch
 from past_opsd.config import ModelSection, Recipe
+from past_opsd.folder import RunFolder
 from past_opsd.model import Model, load_tokenizer
 from past_opsd.pretrained import hardware, load_network, read_config
 from past_opsd.prompts import Prompts
@@ -74,7 +75,7 @@ def test_pickles_in_a_checkpoint_are_left_alone(
     mark: Path, finished: Path, tmp_path: Path, recipe: Recipe, quiet: Quiet
 ):
     shutil.copytree(finished, tmp_path / "run")
-    path = checkpoint.folder(tmp_path / "run", 1)
+    path = RunFolder(tmp_path / "run").checkpoint(1)
     names = ("optimizer.pt", "adapter_model.bin", "pytorch_model.bin", "training_args.bin", "rng_state.pth", "x.pkl")
     for name in names:
         torch.save(Bait(mark), path / name)
@@ -363,7 +364,7 @@ def test_a_run_that_is_a_link_itself_is_a_run(finished: Path, tmp_path: Path, re
 
 
 def test_a_manifest_leads_nowhere_else(trapped: Path):
-    path = checkpoint.folder(trapped, 1)
+    path = RunFolder(trapped).checkpoint(1)
     for name in ("../../recipe.toml", str(trapped.parent / "mine" / "file"), "teacher/../../../recipe.toml"):
         file = path / checkpoint.MANIFEST
         plain = json.loads(file.read_text())
@@ -543,7 +544,7 @@ def test_no_other_file_enters_a_strangers_recipe(finished: Path, tmp_path: Path)
     text = (run / "recipe.toml").read_text()
     (run / "recipe.toml").write_text(f'extends = "{secret}"\n' + text.replace("\nname =", "\n# name =", 1))
     assert config.load(run / "recipe.toml").name == "mine alone"
-    for look in (lambda: find([run]), lambda: boundary.recipe_of(run)):
+    for look in (lambda: find([run]), lambda: RunFolder(run).recipe()):
         with pytest.raises(PastError, match="does not follow 'extends'"):
             look()
 

@@ -22,7 +22,7 @@ from ranks import Launcher
 from past_opsd.cli import main
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
-from past_opsd.record import read_lines
+from past_opsd.folder import RunFolder
 from past_opsd.trackers import BACKENDS, STATE, Displays, Tracker, open_trackers
 from past_opsd.train import Display, train
 from past_opsd.types import PastError
@@ -148,7 +148,7 @@ def read_trackio(folder: Path) -> tuple[Rows, str, list[str]]:
 
 def expected(recipe: Recipe, folder: Path) -> Rows:
     """The folder's own records, cycle k at step k + 1."""
-    rows: Rows = {line.pop("cycle") + 1: line for line in read_lines(folder / "metrics.jsonl")}
+    rows: Rows = {line.pop("cycle") + 1: line for line in RunFolder(folder).read_metrics()}
     for path in (folder / "evaluations").glob("step-*.json"):
         evaluation = Evaluation.load(path)
         summary = evaluation.summary(recipe.evaluation.pass_k)
@@ -234,7 +234,7 @@ def test_a_gap_left_by_a_switched_off_tracker_is_filled(resumed, tmp_path: Path)
     recipe, done, _ = resumed
     folder = tmp_path / "run"
     shutil.copytree(done, folder, ignore=shutil.ignore_patterns("checkpoint-00003", "tensorboard"))
-    (line,) = [line for line in read_lines(folder / "metrics.jsonl") if line["cycle"] == 0]
+    (line,) = [line for line in RunFolder(folder).read_metrics() if line["cycle"] == 0]
     shutil.move(folder / "metrics.jsonl", folder / "kept")
     shutil.move(folder / "evaluations", folder / "kept-too")
     with Displays(Quiet(), open_trackers(["tensorboard"], folder, recipe)) as shown:

@@ -8,12 +8,15 @@ import signal
 import threading
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from conftest import SMALL, Quiet
 from ranks import Launcher
 
 from past_opsd import checkpoint, config
-from past_opsd.train import Session, _continued, differences, train
+from past_opsd.folder import RunFolder
+from past_opsd.resume import continued, differences
+from past_opsd.train import Session, train
 from past_opsd.types import PastError
 
 KILLED = [*SMALL, "run.checkpoint_every=2", "evaluation.at=[0.0, 1.0]"]
@@ -61,7 +64,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, small_recipe) -> Path:
 
 def fingerprint(folder: Path, step: int = 3) -> dict[str, bytes]:
     """Everything that must not depend on an interruption."""
-    last = checkpoint.folder(folder, step)
+    last = RunFolder(folder).checkpoint(step)
     files = {str(p.relative_to(last)): p.read_bytes() for p in sorted(last.rglob("*")) if p.is_file()}
     files["metrics"] = (folder / "metrics.jsonl").read_bytes()
     for kind in ("rollouts", "continuations", "evaluations"):
@@ -81,7 +84,7 @@ def test_sigkill_and_resume_give_the_bits_of_an_unbroken_run(
     driver.write_text(DRIVER)
     ended = launch(1, str(driver), str(folder), str(cycle), phase, *KILLED)
     assert ended.codes == [-signal.SIGKILL], ended.err
-    reached = checkpoint.steps(folder)[-1]
+    reached = RunFolder(folder).steps()[-1]
     assert reached == (2 if cycle == 2 or phase == "checkpointed" else 0)
     outcome = train(small_recipe("embedded/past", *KILLED), folder, True, quiet)
     assert outcome.finished
@@ -101,7 +104,7 @@ def half(unbroken: Path, tmp_path: Path) -> Path:
     """The unbroken run with its last checkpoint taken away."""
     folder = tmp_path / "half"
     shutil.copytree(unbroken, folder)
-    shutil.rmtree(checkpoint.folder(folder, 3))
+    shutil.rmtree(RunFolder(folder).checkpoint(3))
     return folder
 
 
@@ -145,10 +148,11 @@ def test_a_run_can_be_extended_to_what_a_longer_one_would_be(
         name = next(name for name in found if name.endswith("state.json"))
         state = json.loads(found.pop(name))
         assert state["records"].pop("evaluated") == ([0, 3, 5] if found is extended else [0, 5])
+        assert (state["records"]["digests"].pop("evaluations/step-00003.json", None) is None) == (found is whole)
         found[name] = json.dumps(state).encode()
         del found[name.replace("state.json", "MANIFEST.json")]
     assert extended == whole
-    assert 3 in checkpoint.steps(folder)
+    assert 3 in RunFolder(folder).steps()
     assert "cycles = 5" in (folder / "recipe.toml").read_text()
 
 
@@ -225,7 +229,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(
 ):
     folder = tmp_path / "run"
     shutil.copytree(unbroken, folder)
-    file = checkpoint.folder(folder, 3) / "teacher" / "adapter_model.safetensors"
+    file = RunFolder(folder).checkpoint(3) / "teacher" / "adapter_model.safetensors"
     data = bytearray(file.read_bytes())
     if damage == "truncate":
         file.write_bytes(data[: len(data) // 2])
@@ -235,15 +239,15 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(
     elif damage == "remove":
         file.unlink()
     else:
-        (checkpoint.folder(folder, 3) / checkpoint.MANIFEST).write_text("{")
+        (RunFolder(folder).checkpoint(3) / checkpoint.MANIFEST).write_text("{")
     train(small_recipe("embedded/past", *KILLED), folder, True, quiet)
     assert any("is damaged" in note for note in quiet.notes)
     assert fingerprint(folder) == fingerprint(unbroken)
 
 
 def test_without_any_whole_checkpoint_the_run_is_refused(half: Path, small_recipe, quiet: Quiet):
-    for step in checkpoint.steps(half):
-        (checkpoint.folder(half, step) / checkpoint.MANIFEST).unlink()
+    for step in RunFolder(half).steps():
+        (RunFolder(half).checkpoint(step) / checkpoint.MANIFEST).unlink()
     with pytest.raises(PastError, match="no checkpoint is whole"):
         train(small_recipe("embedded/past", *KILLED), half, True, quiet)
 
@@ -295,7 +299,7 @@ def test_a_run_is_looked_at_while_it_trains(tmp_path: Path, small_recipe):
             if (cycle, name) == (1, "adapt"):
                 report.write(find([folder]), folder / "report" / "index.html", trajectories=0, figures=False)
                 step, _ = boundary.choose(folder, None)
-                boundary.save(folder, f"step-{step:05d}", {"step": step})
+                RunFolder(folder).write_probe(step, {"step": step})
 
     folder = tmp_path / "run"
     assert train(small_recipe("embedded/past", "run.cycles=2", "evaluation.at=[]"), folder, False, Looking()).finished
@@ -373,7 +377,7 @@ def test_a_resume_says_what_is_lost_and_counts_on(half: Path, unbroken: Path, sm
     for _, told in blows.values():
         assert any(told in note for note in quiet.notes), quiet.notes
         assert told in outcome.warnings or not told.startswith("lost:")
-    last = checkpoint.folder(half, 3).relative_to(half)
+    last = RunFolder(half).checkpoint(3).relative_to(half)
     assert (half / last / "state.json").read_bytes() == (unbroken / last / "state.json").read_bytes()
     assert (half / "metrics.jsonl").read_bytes().splitlines()[-1] == (
         unbroken / "metrics.jsonl"
@@ -383,7 +387,31 @@ def test_a_resume_says_what_is_lost_and_counts_on(half: Path, unbroken: Path, sm
 
 def test_a_whole_run_has_nothing_to_say_of_its_records(half: Path, small_recipe, quiet: Quiet):
     outcome = train(small_recipe("embedded/past", *KILLED), half, True, quiet)
-    assert not any("lost" in text or "anew" in text for text in (*quiet.notes, *outcome.warnings))
+    told = ("lost", "altered", "anew")
+    assert not any(word in text for text in (*quiet.notes, *outcome.warnings) for word in told)
+
+
+def test_a_resume_says_which_record_was_altered(
+    half: Path, small_recipe, quiet: Quiet, monkeypatch: pytest.MonkeyPatch
+):
+    """Files that are whole and valid, but not those that were written; and the state is read once."""
+    run, reads = RunFolder(half), []
+    file = run.rollouts.path(1)
+    table = pq.read_table(file)
+    pq.write_table(table.set_column(table.schema.get_field_index("reason"), "reason", [["wrong"] * len(table)]), file)
+    scores = run.evaluations.path(0)
+    scores.write_text(scores.read_text().replace('"dropped": 0', '"dropped": 1'))
+    run.metrics_file.write_text(run.metrics_file.read_text().replace('"rollout/dropped": 0', '"rollout/dropped": 1', 1))
+    read = checkpoint.read_json
+    monkeypatch.setattr(checkpoint, "read_json", lambda path: reads.append(path) or read(path))
+    assert train(small_recipe("embedded/past", *KILLED), half, True, quiet).finished
+    assert sorted(note for note in quiet.notes if note.startswith("altered: ")) == [
+        "altered: evaluations/step-00000.json is not what the run wrote",
+        "altered: metrics.jsonl, cycle 0 is not what the run wrote",
+        "altered: rollouts/cycle-00001.parquet is not what the run wrote",
+    ]
+    assert any("the checkpoint of boundary 2 is whole" in note for note in quiet.notes)
+    assert reads.count(run.checkpoint(2) / "state.json") == 1
 
 
 def test_the_evaluation_of_the_boundary_a_run_stands_at_is_made_again(
@@ -401,7 +429,7 @@ def test_a_checkpoint_of_an_earlier_version_counts_on_from_the_metrics(
     half: Path, unbroken: Path, small_recipe, quiet: Quiet, known: bool
 ):
     """One that does not hold the totals: they are in the last line, or else they are told to be lost."""
-    path = checkpoint.folder(half, 2)
+    path = RunFolder(half).checkpoint(2)
     state = json.loads((path / "state.json").read_text())
     del state["records"]
     (path / "state.json").write_text(json.dumps(state))
@@ -449,20 +477,20 @@ def test_student_adapter_loads_in_plain_peft(unbroken: Path):
     base = AutoModelForCausalLM.from_pretrained(embedded.model_path())
     ids = torch.tensor([[1, 2, 3]])
     plain = base(ids).logits
-    adapted = PeftModel.from_pretrained(base, str(checkpoint.folder(unbroken, 3)))(ids).logits
+    adapted = PeftModel.from_pretrained(base, str(RunFolder(unbroken).checkpoint(3)))(ids).logits
     assert not torch.equal(plain, adapted)
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle(unbroken: Path):
-    for path in checkpoint.folder(unbroken, 3).rglob("*"):
+    for path in RunFolder(unbroken).checkpoint(3).rglob("*"):
         assert path.is_dir() or path.suffix in (".json", ".safetensors"), path
 
 
 def test_evaluated_checkpoints_are_kept_and_others_pruned(unbroken: Path, small_recipe, tmp_path: Path):
-    assert checkpoint.steps(unbroken) == [0, 2, 3]
+    assert RunFolder(unbroken).steps() == [0, 2, 3]
     recipe = small_recipe("embedded/opsd", "run.cycles=4", "run.keep_checkpoints=1", "evaluation.at=[0.5]")
     train(recipe, tmp_path / "run", False, Quiet())
-    assert checkpoint.steps(tmp_path / "run") == [2, 4]
+    assert RunFolder(tmp_path / "run").steps() == [2, 4]
 
 
 def test_too_many_problems_a_cycle_is_told(small_recipe, tmp_path: Path, quiet: Quiet):
@@ -484,8 +512,9 @@ def test_differences():
 
 def test_a_run_goes_on_without_a_key_that_changed_nothing(past: Session, tmp_path: Path):
     saved = json.loads(json.dumps(past.identity))
+    state = {"identity": saved, "next_cycle": 0}
     saved["recipe"]["method"]["epsilon"] = 0.3
-    assert _continued(tmp_path, saved, past, 0) == []
+    assert continued(RunFolder(tmp_path), state, past.recipe, past.identity) == []
     saved["recipe"]["method"]["tau"] = 0.3
     with pytest.raises(PastError, match=r"recipe\.method\.tau: 0\.3 -> 1\.0"):
-        _continued(tmp_path, saved, past, 0)
+        continued(RunFolder(tmp_path), state, past.recipe, past.identity)

@@ -26,6 +26,7 @@ import past_opsd
 from past_opsd import checkpoint, config
 from past_opsd.cli import main
 from past_opsd.evaluate import Evaluation
+from past_opsd.folder import RunFolder
 from past_opsd.model import load_tokenizer, resolve
 from past_opsd.tasks import embedded
 from past_opsd.trl import PASTConfig, PASTTrainer, recipe, trainer
@@ -112,7 +113,7 @@ class Seen(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         self.events.append("save")
-        self.saved.append(checkpoint.folder(Path(args.output_dir), state.global_step).is_dir())
+        self.saved.append(RunFolder(Path(args.output_dir)).checkpoint(state.global_step).is_dir())
 
     def on_train_end(self, args, state, control, **kwargs):
         self.events.append("end")
@@ -258,13 +259,13 @@ def test_a_resume_goes_on_from_the_checkpoint_it_names(tmp_path: Path):
     made.add_callback(seen)
     assert made.train(resume_from_checkpoint=made.folder / "checkpoint-1").completed == 2
     assert [event for event in seen.events if event.startswith("step")] == ["step 2"]
-    assert checkpoint.steps(made.folder) == [0, 1, 2]
+    assert RunFolder(made.folder).steps() == [0, 1, 2]
     assert checkpoint.damage(made.folder / "checkpoints" / "later-checkpoint-00003") is None
     left = (made.folder / "metrics.jsonl").read_bytes()
     assert lines.startswith(left)
     assert left.count(b"\n") == 2
     made.remove_callback(seen)
-    assert made.train(resume_from_checkpoint=str(checkpoint.folder(made.folder, 1))).finished
+    assert made.train(resume_from_checkpoint=str(RunFolder(made.folder).checkpoint(1))).finished
     assert (made.folder / "metrics.jsonl").read_bytes() == lines
     assert all(path.read_bytes() == content for path, content in kept.items())
 
@@ -287,7 +288,7 @@ def test_a_callback_may_save_and_look_at_the_model(tmp_path: Path):
     plain.train()
     for step in (1, 2):
         saved = load_file(tmp_path / f"step-{step}" / "adapter_model.safetensors")
-        kept = load_file(checkpoint.folder(plain.folder, step) / "adapter_model.safetensors")
+        kept = load_file(RunFolder(plain.folder).checkpoint(step) / "adapter_model.safetensors")
         assert all(torch.equal(value, kept[name]) for name, value in saved.items())
 
 
@@ -628,7 +629,7 @@ def test_push_to_hub_uploads_the_student(trained: PASTTrainer, tmp_path: Path, h
     assert hub.tokens == {"Bearer hf_x"}
     assert (
         hub.files["main"]["adapter_model.safetensors"]
-        == (checkpoint.folder(made.folder, 3) / "adapter_model.safetensors").read_bytes()
+        == (RunFolder(made.folder).checkpoint(3) / "adapter_model.safetensors").read_bytes()
     )
     assert {"README.md", "adapter_config.json", "tokenizer.json"} <= set(hub.files["main"])
     assert hub.messages == ["All done"]
@@ -644,7 +645,7 @@ def test_a_run_is_pushed_when_it_ends_and_on_the_way(tmp_path: Path, hub: Hub):
     hub.refuse = True
     with pytest.raises(PastError, match=r"push_to_hub, hub_model_id = 'me/mine': the hub refused .* is written"):
         make(tmp_path / "end", **more).train()
-    assert checkpoint.steps(tmp_path / "end")[-1] == 2
+    assert RunFolder(tmp_path / "end").steps()[-1] == 2
 
 
 # Rewards.

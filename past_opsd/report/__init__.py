@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from past_opsd import arguments
-from past_opsd.files import enclosed, write_text
+from past_opsd.files import write_text
+from past_opsd.folder import RunFolder
 from past_opsd.reading import room
 from past_opsd.report import data, figures, page, trajectories
 from past_opsd.report.data import Run
@@ -52,15 +54,15 @@ def run(args: argparse.Namespace) -> int:
         raise PastError(f"--trajectories {args.trajectories}: give 0 or more")
     if args.out is None and len(args.runs) > 1:
         raise PastError("several folders were given: say with --out FILE.html where the report shall go")
-    out = args.out or args.runs[0] / "report" / "index.html"
+    out = args.out or RunFolder(args.runs[0]).page
     if out.is_dir():
         raise PastError(f"--out {out} is a folder; give the name of a file, e.g. {out / 'index.html'}")
     if args.out is not None:
         room(out, ours=page.is_page)
     began = time.monotonic()
     for folder in args.runs:
-        enclosed(folder)
-    runs = data.find(args.runs)
+        RunFolder(folder).enclosed()
+    runs = data.find(args.runs, lambda text: print(f"note: {text}", file=sys.stderr))
     write(runs, out, trajectories=args.trajectories, figures=args.figures, trust=args.trust)
     size = out.stat().st_size / 1e6
     print(f"{out}: {len(runs)} run{'s' if len(runs) > 1 else ''}, {size:.2f} MB, {time.monotonic() - began:.1f} s")

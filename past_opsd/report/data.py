@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from past_opsd import checkpoint, config, profiling, suite, train
+from past_opsd import config, profiling, suite, train
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
-from past_opsd.files import enclosed
-from past_opsd.record import read_lines
-from past_opsd.report import records
+from past_opsd.folder import DEPTH, RECIPE, RunFolder, runs_below
 from past_opsd.types import PastError
 
-DEPTH = 3
 MOST = 1e100  # what is larger, infinite or no number is left out of a figure
 # Settings that do not change what a run learns: runs that differ in these alone are the same method.
 INCIDENTAL = ("seed", "threads", "checkpoint_every", "keep_checkpoints")
@@ -81,52 +78,58 @@ class Band:
 Traces = Mapping[int, Mapping[int, float]]  # seed -> x -> value
 
 
-def find(paths: Iterable[str | Path]) -> list[Run]:
-    """The runs in the given folders, each a run or a folder that holds runs at most three levels down."""
-    folders: dict[Path, None] = {}
+def find(paths: Iterable[str | Path], tell: Callable[[str], None] = lambda text: None) -> list[Run]:
+    """The runs in the given folders, each a run or a folder that holds runs at most three levels down.
+
+    A run that was given and is damaged is refused; one that was found below is told and left out of the others.
+    """
+    found: dict[Path, Run] = {}
     for given in paths:
         path = Path(given)
         if not path.is_dir():
             raise PastError(f"{path}: no such folder; give a run folder or a folder that holds runs")
-        found = _below(path, DEPTH)
-        if not found:
+        problems: list[str] = []
+        inner = runs_below(path, problems.append)
+        if not inner and not problems:
             raise PastError(
-                f"{path}: holds no run (a folder with recipe.toml, at most {DEPTH} levels down); "
+                f"{path}: holds no run (a folder with {RECIPE}, at most {DEPTH} levels down); "
                 "'past train RECIPE --out DIR' makes one"
             )
-        folders |= {folder.resolve(): None for folder in found}
-    return [load(folder) for folder in folders]
+        whole = {}
+        for run in (RunFolder(run.path.resolve()) for run in inner):
+            try:
+                whole[run.path] = found.get(run.path) or load(run.path)
+            except PastError as error:
+                if inner == [RunFolder(path)]:
+                    raise
+                problems.append(f"{run} is left out: {error}")
+        if not whole:
+            raise PastError("; ".join(problems))
+        for problem in problems:
+            tell(problem)
+        found |= whole
+    return list(found.values())
 
 
-def _below(path: Path, depth: int) -> list[Path]:
-    if (path / "recipe.toml").is_file():
-        return [path]
-    if depth == 0:
-        return []
-    inner = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
-    return [run for folder in inner for run in _below(folder, depth - 1)]
-
-
-def load(folder: Path) -> Run:
+def load(path: Path) -> Run:
     """One run; it may be in training still."""
-    enclosed(folder)
-    recipe = config.load(folder / "recipe.toml", imports=False)  # the folder may be somebody else's
-    metrics = read_lines(folder / "metrics.jsonl")
+    run = RunFolder(path)
+    recipe, metrics = run.recipe(), run.read_metrics()
     last = metrics[-1]["cycle"] + 1 if metrics else 0
-    completed = max([last, *checkpoint.steps(folder)])
+    completed = max([last, *run.steps()])
     try:
-        outcome = train.outcome(recipe, folder, completed)
+        outcome = train.outcome(recipe, run, completed)
     except PastError as error:
         told = str(error)
-        raise PastError(told if str(folder) in told else f"{folder}: {told}") from None
+        raise PastError(told if str(path) in told else f"{path}: {told}") from None
     return Run(
-        folder=folder,
+        folder=path,
         recipe=recipe,
         metrics=metrics,
-        timings=read_lines(folder / "timings.jsonl"),
+        timings=run.read_timings(),
         evaluations=outcome.evaluations,
-        probes=records.load(folder, "step"),
-        shifts=records.load(folder, "shift"),
+        probes=run.read_probes(),
+        shifts=run.read_shifts(),
         warnings=outcome.warnings,
         completed=completed,
     )

@@ -10,7 +10,18 @@ from past_opsd.report.panels import Figure, Panel, save, svg
 
 __all__ = ["SECTIONS", "Figure", "Panel", "figures", "save", "svg"]
 
-SECTIONS = ("learning", "teacher", "objectives", "sampling", "privilege", "cost", "cycle", "health")
+SECTIONS = {
+    "learning": "Learning",
+    "answers": "Answers",
+    "teacher": "Teacher mechanism",
+    "objectives": "Objectives",
+    "sampling": "Sampling",
+    "privilege": "Privilege",
+    "cost": "Cost",
+    "cycle": "The cycle",
+    "health": "Health",
+}
+"""Name -> title, in report order; the answers and the health warnings stand there without a figure, too."""
 
 
 def figures(runs: Sequence[Run]) -> list[Figure]:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from past_opsd import __version__, config
+from past_opsd.folder import RunFolder
 from past_opsd.report import answers, summary
 from past_opsd.report.data import Method, Run
-from past_opsd.report.figures import Figure, Panel, svg
+from past_opsd.report.figures import SECTIONS, Figure, Panel, svg
 from past_opsd.report.style import LEAST_SPAN, widened
 from past_opsd.stats import EDGE, Interval
 
@@ -26,17 +27,6 @@ POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'"
 )
-SECTIONS = {
-    "learning": "Learning",
-    "answers": "Answers",
-    "teacher": "Teacher mechanism",
-    "objectives": "Objectives",
-    "sampling": "Sampling",
-    "privilege": "Privilege",
-    "cost": "Cost",
-    "cycle": "The cycle",
-    "health": "Health",
-}
 BROWSER = """
 <noscript><p class="warned">The trajectory browser needs scripts; figures and tables above do not.</p></noscript>
 <div class="browser" id="browser">
@@ -177,7 +167,7 @@ def _progress(runs: Sequence[Run]) -> str:
     """When everything ended, or how far the runs are."""
     open_ = [run for run in runs if run.completed < run.recipe.run.cycles]
     if not open_:
-        written = [run.folder / "metrics.jsonl" for run in runs]
+        written = [RunFolder(run.folder).metrics_file for run in runs]
         ended = max((path.stat().st_mtime for path in written if path.exists()), default=None)
         cycles = sorted({run.recipe.run.cycles for run in runs})
         updates = f"{' or '.join(map(str, cycles))} cycles"

@@ -9,37 +9,31 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from past_opsd import boundary, checkpoint, config
+from past_opsd import attempts, boundary, checkpoint, config
+from past_opsd.attempts import Row
+from past_opsd.folder import RunFolder, Series
 from past_opsd.losses import Divergence, Match
 from past_opsd.methods import Method
-from past_opsd.model import TRAINABLE, Model
-from past_opsd.reading import MOST, plain
-from past_opsd.record import SCHEMA
+from past_opsd.model import Model
 from past_opsd.report.data import Method as Compared
 from past_opsd.report.data import Run
 from past_opsd.train import Session, session
-from past_opsd.types import Attempt, PastError, Problem, Response, Tokens, Verdict, View, derive_seed, route
+from past_opsd.types import Attempt, PastError, Problem, Tokens, View, derive_seed, route
 
 MAX_TOKENS = 2000
 MAX_CONTINUATION = 1000
 MAX_CONTINUATIONS = 8
 TOP = 5
 UNIT = 10_000  # numbers are stored as whole multiples of 1 / UNIT
-MOST_ROWS = 1_000_000  # of a cycle; no run writes so many
 _CELLS = 1 << 22  # logits held at a time
-
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -150,10 +144,9 @@ class Vocabulary:
         return self._places[text]
 
 
-def boundaries(run: Path, most: int = 3) -> list[int]:
+def boundaries(run: RunFolder, most: int = 3) -> list[int]:
     """Cycles with rollouts whose checkpoint is kept: the first, the last and one between."""
-    numbers = (re.fullmatch(r"cycle-([0-9]{1,9})", p.stem) for p in (run / "rollouts").glob("cycle-*.parquet"))
-    kept = sorted({int(number[1]) for number in numbers if number} & set(checkpoint.steps(run)))
+    kept = sorted({*run.rollouts.numbers()} & {*run.steps()})
     if len(kept) <= most:
         return kept
     return [kept[round(i * (len(kept) - 1) / (most - 1))] for i in range(most)]
@@ -188,7 +181,7 @@ def collect(methods: Sequence[Compared], count: int, trust: bool = False) -> dic
             try:
                 # Nothing is sampled, so the recipe's engine, which may ask servers, is not built.
                 named = [name for name in boundary.entrusted(run.recipe) if not name.startswith("engine.")]
-                boundary.require_trust(run.folder, named, trust)
+                boundary.require_trust(RunFolder(run.folder), named, trust)
                 found, about = _run(run, count, vocabulary, len(runs), trust)
             except PastError as error:
                 # The first line alone: further ones may quote a file of this machine, and the page may be sent on.
@@ -212,23 +205,24 @@ def collect(methods: Sequence[Compared], count: int, trust: bool = False) -> dic
 def _run(
     run: Run, count: int, vocabulary: Vocabulary, index: int, trust: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    cycles = boundaries(run.folder)
+    folder = RunFolder(run.folder)
+    cycles = boundaries(folder)
     if not cycles:
-        raise PastError(_nothing(run.folder))
+        raise PastError(_nothing(folder))
     for cycle in cycles:
-        path = checkpoint.folder(run.folder, cycle)
+        path = folder.checkpoint(cycle)
         if (problem := checkpoint.damage(path)) is not None:
             raise PastError(f"{path.name} is damaged: {problem}")
     shares = [count // len(cycles) + (i < count % len(cycles)) for i in range(len(cycles))]
     out: list[dict[str, Any]] = []
-    with session(config.load(run.folder / "recipe.toml", ["engine.name=torch"])) as parts:
-        _same_data(parts, checkpoint.folder(run.folder, cycles[0]), trust)
+    with session(config.load(folder.recipe_file, ["engine.name=torch"])) as parts:
+        _same_data(parts, folder.checkpoint(cycles[0]), trust)
         problems = {p.id: p for p in parts.task.train()}
         scribe = _Scribe(parts, vocabulary)
         for cycle, share in zip(cycles, shares, strict=True):
-            _load(parts, checkpoint.folder(run.folder, cycle))
-            rows = choose(_rows(run.folder / "rollouts", cycle, parts), share, run.seed)
-            drawn = _rows(run.folder / "continuations", cycle, parts)
+            _load(parts, folder.checkpoint(cycle))
+            rows = choose(_rows(folder.rollouts, cycle, parts), share, run.seed)
+            drawn = _rows(folder.continuations, cycle, parts)
             for row in rows:
                 if row["problem"] not in problems:
                     raise PastError(f"problem {row['problem']} is not among the task's any more")
@@ -242,15 +236,21 @@ def _run(
     return out, {"measure": "kl" if teacher else "entropy", "tau": scribe.tau, "cycles": cycles}
 
 
-def _nothing(run: Path) -> str:
-    if not any((run / "rollouts").glob("cycle-*.parquet")):
+def _rows(series: Series, cycle: int, parts: Session) -> list[Row]:
+    """The rows of a cycle; none where nothing was drawn."""
+    if not os.path.lexists(series.path(cycle)):
+        return []
+    return attempts.read(series.path(cycle), len(parts.model.head), parts.model.max_context)
+
+
+def _nothing(run: RunFolder) -> str:
+    if not run.rollouts.numbers():
         return "the run has no recorded rollouts"
     return "no checkpoint of a cycle with rollouts is kept; run.keep_checkpoints and run.checkpoint_every decide that"
 
 
 def _load(parts: Session, path: Path) -> None:
-    checkpoint.load_adapter(parts.model, "student", path)
-    checkpoint.load_adapter(parts.model, "teacher", path / "teacher")
+    checkpoint.load_adapters(parts.model, path)
     checkpoint.restore_method(path, checkpoint.read_state(path), parts.loop.method)
 
 
@@ -262,47 +262,6 @@ def _same_data(parts: Session, path: Path, trust: bool) -> None:
             "the data that the recipe names is not, on this machine, what the run was trained on, so it is not shown; "
             "where it is yours to show, use --trust"
         )
-
-
-def _rows(folder: Path, cycle: int, parts: Session) -> list[Row]:
-    """The rows of a cycle, checked: the file may be damaged, or anybody's."""
-    path = folder / f"cycle-{cycle:05d}.parquet"
-    if not os.path.lexists(path):
-        return []
-    plain(path, MOST)
-    try:
-        with pq.ParquetFile(path) as file:
-            about = file.metadata
-            size = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
-            if about.num_rows > MOST_ROWS or size > MOST:
-                raise ValueError(f"{about.num_rows} rows of {size} bytes")
-            table = file.read(columns=SCHEMA.names).select(SCHEMA.names).cast(SCHEMA)
-        rows = table.to_pylist()
-        for row in rows:
-            _check(row, parts)
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, MemoryError, pa.ArrowException) as error:
-        raise PastError(f"{path}: cannot be read ({error})") from None
-    return rows
-
-
-def _check(row: Row, parts: Session) -> None:
-    """Refuse a row that no run of this model wrote."""
-    missing = [name for name, value in row.items() if value is None]
-    if missing:
-        raise ValueError(f"a row without {missing[0]}")
-    ids = [*row["prompt_tokens"], *row["tokens"]]
-    if not row["prompt_tokens"] or len(ids) > parts.model.max_context:
-        raise ValueError(f"{len(ids)} tokens")
-    if not all(isinstance(id_, int) and 0 <= id_ < len(parts.model.head) for id_ in ids):
-        raise ValueError("ids that are not the tokenizer's")
-    if row["adapter"] not in ("base", *TRAINABLE) or row["trajectory"] < 0:
-        raise ValueError("a view that no run has")
-
-
-def _attempt(row: Row, problem: Problem) -> Attempt:
-    response = Response(tuple(row["tokens"]), row["text"], tuple(row["logprobs"]), row["finished"])
-    verdict = Verdict(row["correct"], row["reason"], row["answer"])
-    return Attempt(problem, View(row["adapter"], tuple(row["prompt_tokens"])), response, verdict)
 
 
 def _objective(method: Method, attempt: Attempt, teacher: View) -> tuple[float, Divergence | None]:
@@ -325,7 +284,7 @@ class _Scribe:
         self.tau: float | None = None
 
     def trajectory(self, row: Row, problem: Problem, drawn: Sequence[Row]) -> dict[str, Any]:
-        attempt = _attempt(row, problem)
+        attempt = attempts.attempt(row, problem)
         tokens = attempt.response.tokens[:MAX_TOKENS]
         teacher = self._method.teacher_view(attempt)
         there = teacher != attempt.view

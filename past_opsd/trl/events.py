@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from past_opsd import attempts
 from past_opsd.evaluate import Evaluation
 from past_opsd.files import whole
 from past_opsd.trl.config import EVALUATION
@@ -62,8 +63,8 @@ class Events:
         if self._bar is not None:
             self._bar.evaluated(step, summary)
         trainer = self._trainer
-        file = trainer.folder / "evaluations" / f"step-{step:05d}.json"
-        trainer._evaluated(evaluated(Evaluation.load(file), trainer.recipe.evaluation.pass_k))
+        found = trainer._run.read_evaluation(step)
+        trainer._evaluated(evaluated(found, trainer.recipe.evaluation.pass_k))
 
     def note(self, text: str) -> None:
         if self._bar is not None:
@@ -101,7 +102,8 @@ def evaluated(found: Evaluation, pass_k: Sequence[int], prefix: str = EVALUATION
 
 def completions(trainer: PASTTrainer, step: int) -> None:
     """Print a step's responses with their rewards, and write them where TRL does."""
-    rows = pq.read_table(trainer.folder / "rollouts" / f"cycle-{step - 1:05d}.parquet").to_pylist()
+    run = trainer._run
+    rows = attempts.read(run.rollouts.path(step - 1))
     if trainer.args.log_unique_prompts:
         rows = list({row["problem"]: row for row in rows}.values())
     decode = trainer.processing_class.decode
@@ -110,7 +112,7 @@ def completions(trainer: PASTTrainer, step: int) -> None:
         name: list(values)
         for name, values in zip(("prompt", "completion", "reward"), zip(*texts, strict=True), strict=True)
     }
-    with whole(trainer.folder / "completions" / f"completions_{step:05d}.parquet") as part:
+    with whole(run.completions.path(step)) as part:
         pq.write_table(pa.table({"step": [step] * len(texts), **columns}), part)
     shown = Table("Prompt", "Completion", "Reward", title=f"Step {step}", show_lines=True)
     for prompt, completion, reward in texts[: trainer.args.num_completions_to_print]:

@@ -24,11 +24,10 @@ from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metr
 from past_opsd import checkpoint, distributed
 from past_opsd.config import Recipe
 from past_opsd.distributed import World, together
-from past_opsd.evaluate import Evaluation
 from past_opsd.export import export, push
-from past_opsd.files import enclosed, write_text
+from past_opsd.files import write_text
+from past_opsd.folder import RunFolder
 from past_opsd.model import Model, _tokenizer_text, load_tokenizer
-from past_opsd.record import read_lines
 from past_opsd.trackers import BACKENDS, Displays, open_trackers
 from past_opsd.train import Display, Outcome, Session, Silent, assemble, train
 from past_opsd.trl import fields
@@ -76,6 +75,7 @@ class PASTTrainer:
                 f"args must be a PASTConfig, not {type(args).__name__}: it takes the same names, so change the class"
             )
         self.folder = Path(self.args.output_dir)
+        self._run = RunFolder(self.folder)
         self.world = _world(self.args, self.folder)
         self.accelerator = _Accelerator(self.world)
         self._inside = False
@@ -216,7 +216,7 @@ class PASTTrainer:
         Given the run's own folder, as TRL's scripts do, the files are put beside the run's.
         """
         with self._shared():
-            self._by_first(lambda: self._export(Path(output_dir) if output_dir else self.folder / "export"))
+            self._by_first(lambda: self._export(Path(output_dir) if output_dir else self._run.export()))
 
     def push_to_hub(
         self,
@@ -231,7 +231,7 @@ class PASTTrainer:
             return self._by_first(lambda: self._push(commit_message, token, revision))
 
     def _push(self, message: str | None, token: str | None = None, revision: str | None = None) -> str:
-        args, out = self.args, self.folder / "export"
+        args, out = self.args, self._run.export()
         self._export(out)
         self._event("on_push_begin")
         return push(
@@ -244,24 +244,23 @@ class PASTTrainer:
         )
 
     def _export(self, out: Path) -> None:
-        if not checkpoint.steps(self.folder):
+        if not self._run.steps():
             raise PastError(f"{self.folder} holds no checkpoint yet; call train() first")
         beside = out.resolve() == self.folder.resolve()
-        made = export(self.folder, self.folder / "export" if beside else out, trust=True)  # the caller's own run
+        made = export(self.folder, self._run.export() if beside else out, trust=True)  # the caller's own run
         for file in made.iterdir() if beside else []:
             if file.is_file():
                 shutil.copyfile(file, out / file.name)
 
     def _load(self) -> tuple[Model, int]:
         """The model with the adapters of the newest whole checkpoint, and its boundary; 0 where there is none."""
-        path = self.world.share(lambda: checkpoint.newest_whole(self.folder)[0])
+        path = self.world.share(lambda: checkpoint.newest_whole(self._run)[0])
         if self._network is None:
             section = self.recipe
             seed = derive_seed(section.run.seed, "adapters") >> 1
             made = Model(section.model, seed, self.world, shard=section.distributed.shard == "full")
             if path is not None:
-                checkpoint.load_adapter(made, "student", path)
-                checkpoint.load_adapter(made, "teacher", path / "teacher")
+                checkpoint.load_adapters(made, path)
             self._network = made
         return self._network, 0 if path is None else checkpoint.read_state(path)["next_cycle"]
 
@@ -318,11 +317,11 @@ class PASTTrainer:
         """The boundary of the checkpoint that is meant; None for the newest."""
         if wanted is None or isinstance(wanted, bool):
             return None
-        there = self.world.share(lambda: checkpoint.steps(self.folder))
-        named, places = Path(wanted), (self.folder.resolve(), (self.folder / "checkpoints").resolve())
+        there = self.world.share(lambda: self._run.steps())
+        named, places = Path(wanted), (self.folder.resolve(), self._run.checkpoints.folder.resolve())
         number = re.fullmatch(r"checkpoint-0*(\d+)", named.name)
         if number is None or named.resolve().parent not in places or int(number[1]) not in there:
-            listed = ", ".join(str(checkpoint.folder(self.folder, step)) for step in there) or "none"
+            listed = ", ".join(str(self._run.checkpoint(step)) for step in there) or "none"
             raise PastError(
                 f"resume_from_checkpoint = '{wanted}' is no checkpoint of output_dir = '{self.folder}', which has: "
                 f"{listed}"
@@ -377,16 +376,15 @@ class PASTTrainer:
         """The state of a run that goes on, from its records: once, before the first event of a cycle."""
         if self.state.global_step or self.state.log_history:
             return
-        for line in read_lines(self.folder / "metrics.jsonl") if self.world.first else []:
+        for line in self._run.read_metrics() if self.world.first else []:
             if line["cycle"] < step and self._logs_at(line["cycle"] + 1):
                 self._reached(line["cycle"] + 1)
                 logs = named(line)
                 self.state.log_history.append({**logs, "epoch": self.state.epoch, "step": self.state.global_step})
         self._reached(step)
         self._saved = step
-        start = self.folder / "evaluations" / "step-00000.json"
-        if step == 0 and self.world.first and start.is_file():
-            self._evaluated(evaluated(Evaluation.load(start), self.recipe.evaluation.pass_k))
+        if step == 0 and self.world.first and self._run.evaluations.path(0).is_file():
+            self._evaluated(evaluated(self._run.read_evaluation(0), self.recipe.evaluation.pass_k))
 
     def _evaluated(self, metrics: dict[str, float]) -> None:
         self._log(metrics)
@@ -406,7 +404,7 @@ class PASTTrainer:
         """Whether a callback wants the run to end; asked at boundaries, so checkpoints are told of here."""
         if not self.world.first:
             return False
-        newest = max(checkpoint.steps(self.folder), default=0)
+        newest = max(self._run.steps(), default=0)
         if newest == self.state.global_step > self._saved:
             self._saved = newest
             self._event("on_save")
@@ -440,7 +438,7 @@ def _world(args: PASTConfig, folder: Path) -> World:
     if not _WORLD:
 
         def advice() -> str:
-            path = checkpoint.newest_whole(folder)[0]
+            path = checkpoint.newest_whole(RunFolder(folder))[0]
             go_on = "continue with the same launcher and train(resume_from_checkpoint=True)"
             return "" if path is None else f"The newest checkpoint is {path}; {go_on}"
 
@@ -513,19 +511,20 @@ def _named_sets(rows: Any) -> dict[str, Rows]:
 
 def _write_data(folder: Path, sets: Mapping[str, Rows], prefix: str = "") -> tuple[dict[str, str], dict[str, int]]:
     """The datasets as JSON lines beside the run, so that a resume and every other command find them; their lengths."""
-    enclosed(folder)
+    run = RunFolder(folder)
+    run.enclosed()
     files: dict[str, str] = {}
     counts: dict[str, int] = {}
     for name, rows in sets.items():
         several = name not in ("train", EVALUATION)
-        path = folder / "data" / f"{prefix}{f'{EVALUATION}-' if several else ''}{name}.jsonl"
+        path = run.data / f"{prefix}{f'{EVALUATION}-' if several else ''}{name}.jsonl"
         lines = [json.dumps(dict(row), ensure_ascii=False, default=str) + "\n" for row in rows]
         if not lines:
             raise PastError(f"{'train' if name == 'train' else 'eval'}_dataset holds no row")
         text = "".join(lines)
         there = path.is_file()
         if not there or path.read_text(encoding="utf-8") != text:
-            if there and not prefix and checkpoint.steps(folder):
+            if there and not prefix and run.steps():
                 raise PastError(
                     f"{folder} holds a run with other data than this ({path} differs): choose another output_dir, or "
                     "give the datasets it was started with"

@@ -25,9 +25,9 @@ from past_opsd.engines import Request, vllm
 from past_opsd.engines._draw import choose, uniforms_of
 from past_opsd.engines.vllm_backend import Options, Probe, arguments, environment, parameters
 from past_opsd.export import export
+from past_opsd.folder import RunFolder
 from past_opsd.model import Model
 from past_opsd.pretrained import cache
-from past_opsd.record import read_lines
 from past_opsd.train import session, train
 from past_opsd.types import PastError, View, derive_seed
 
@@ -259,9 +259,9 @@ def test_runs_agree_across_engines(folder: Path, tmp_path: Path, server: ServerP
     for step in (0, 2):
         assert runs["torch"][step] == runs["local"][step] == runs["server"][step]
     for name in ("local", "server"):
-        for line in read_lines(tmp_path / name / "metrics.jsonl"):
+        for line in RunFolder(tmp_path / name).read_metrics():
             assert 0 < line["engine/logprob_mean_abs"] < 1e-4
-    assert not any(key.startswith("engine/") for key in read_lines(tmp_path / "torch" / "metrics.jsonl")[0])
+    assert not any(key.startswith("engine/") for key in RunFolder(tmp_path / "torch").read_metrics()[0])
 
 
 def _drawn(run: Path) -> list[dict[str, Any]]:
@@ -448,7 +448,7 @@ def test_processes_share_the_server_and_its_adapters(folder: Path, tmp_path: Pat
     assert [m.split(":")[0] for m in ended.messages] == [
         "engine.mode = 'local' runs vLLM inside one process, but there are several"
     ]
-    one, two = (read_lines(tmp_path / f"{size}" / "metrics.jsonl") for size in (1, 2))
+    one, two = (RunFolder(tmp_path / f"{size}").read_metrics() for size in (1, 2))
     files = [tmp_path / f"{size}" / "rollouts" / "cycle-00000.parquet" for size in (1, 2)]
     first, second = (pq.read_table(file).to_pydict()["tokens"] for file in files)
     assert first == second

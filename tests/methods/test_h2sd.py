@@ -16,7 +16,8 @@ from past_opsd.learner import stack_jobs
 from past_opsd.losses import ModulatedReinforce, Reinforce, Stay
 from past_opsd.methods.h2sd import H2sd
 from past_opsd.prompts import Prompts
-from past_opsd.train import Session, differences, session
+from past_opsd.resume import differences
+from past_opsd.train import Session, session
 from past_opsd.types import Adapter, Attempt, PastError, Problem, Response, Term, Verdict, View, route
 
 PROBLEM = Problem("p", "6*7*3*4", "2, 6, 4, \\boxed{4}", "4")

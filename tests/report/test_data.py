@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import Quiet, small
 
-from past_opsd import suite
+from past_opsd import cli, suite
 from past_opsd.report import data
 from past_opsd.train import train
 from past_opsd.types import PastError
@@ -65,6 +65,22 @@ def test_a_folder_without_runs_says_what_to_do(tmp_path: Path):
         data.find([tmp_path])
     with pytest.raises(PastError, match="no such folder"):
         data.find([tmp_path / "missing"])
+
+
+def test_a_damaged_run_among_others_is_told_and_left_out(original: Path, tmp_path: Path, capsys):
+    near, broken = copy(original, tmp_path / "near", seeded(29)), copy(original, tmp_path / "broken")
+    (broken / "metrics.jsonl").write_text("no line of a run\n")
+    told: list[str] = []
+    assert [run.folder for run in data.find([tmp_path], told.append)] == [near.resolve()]
+    (note,) = told
+    assert note.startswith(f"{broken.resolve()} is left out: {broken.resolve() / 'metrics.jsonl'}:1: not a line")
+    assert cli.main(["report", str(tmp_path), "--trajectories", "0"]) == 0
+    assert f"note: {note}" in capsys.readouterr().err
+    with pytest.raises(PastError, match=r"metrics\.jsonl:1: not a line that a run wrote"):
+        data.find([broken])  # it is meant, so it is not left out
+    shutil.rmtree(near)
+    with pytest.raises(PastError, match="broken is left out"):
+        data.find([tmp_path])
 
 
 def test_a_run_in_training_loads(original: Path, tmp_path: Path):

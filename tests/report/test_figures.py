@@ -90,7 +90,7 @@ def column(of: Panel, start: str) -> list[str]:
 
 def test_full_records_give_every_figure_of_the_paper_in_report_order(found: dict[str, Figure]):
     assert {f.label for f in found.values()} >= PAPER
-    order = [figures.SECTIONS.index(f.section) for f in found.values()]
+    order = [list(figures.SECTIONS).index(f.section) for f in found.values()]
     assert order == sorted(order)
     names = [p.name for f in found.values() for p in f.panels]
     assert len(names) == len(set(names))

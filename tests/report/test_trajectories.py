@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from past_opsd import checkpoint
+from past_opsd.folder import RunFolder
 from past_opsd.losses import Match, Stay
-from past_opsd.record import read_lines
 from past_opsd.report import data, trajectories
 from past_opsd.train import session, train
 from past_opsd.types import View
@@ -46,7 +46,7 @@ def _collect(folder: Path, count: int = 100) -> dict[str, Any]:
 def test_the_kl_along_attempts_is_the_one_that_training_recorded(tmp_path: Path) -> None:
     """Vanilla OPSD's teacher does not move, so every boundary must give the cycle's own number."""
     found = _collect(_train(tmp_path / "opsd", "embedded/opsd"))
-    lines = read_lines(tmp_path / "opsd" / "metrics.jsonl")
+    lines = RunFolder(tmp_path / "opsd").read_metrics()
     assert len(lines) == 2
     for line in lines:
         kl = [t["mean_kl"] for t in found["trajectories"] if t["cycle"] == line["cycle"]]
@@ -57,7 +57,7 @@ def test_the_kl_along_attempts_is_the_one_that_training_recorded(tmp_path: Path)
 def test_the_kl_along_continuations_is_the_failed_path_kl(past_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trajectories, "MAX_CONTINUATIONS", 99)
     found = _collect(past_run)
-    for line in read_lines(past_run / "metrics.jsonl"):
+    for line in RunFolder(past_run).read_metrics():
         here = [t for t in found["trajectories"] if t["cycle"] == line["cycle"]]
         drawn = [c for t in here for c in t["continuations"]]
         assert len(drawn) == line["failed/samples"]
@@ -88,7 +88,7 @@ def test_a_reading_is_the_full_vocabulary_computation(monkeypatch: pytest.Monkey
     """Chunks of three rows give what one [T, V] table of log-probabilities gives."""
     with session(small()) as parts, torch.no_grad():
         model = parts.model
-        path = checkpoint.folder(past_run, 1)
+        path = RunFolder(past_run).checkpoint(1)
         checkpoint.load_adapter(model, "student", path)
         checkpoint.load_adapter(model, "teacher", path / "teacher")
         row = pq.read_table(past_run / "rollouts" / "cycle-00001.parquet").to_pylist()[0]
@@ -185,13 +185,13 @@ def test_boundaries_are_cycles_whose_checkpoint_is_kept(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     for cycle in range(10):
         (tmp_path / "rollouts" / f"cycle-{cycle:05d}.parquet").touch()
-    assert trajectories.boundaries(tmp_path) == []
+    assert trajectories.boundaries(RunFolder(tmp_path)) == []
     for step in (0, 10):
         (tmp_path / "checkpoints" / f"checkpoint-{step:05d}").mkdir(parents=True)
-    assert trajectories.boundaries(tmp_path) == [0]
+    assert trajectories.boundaries(RunFolder(tmp_path)) == [0]
     for step in (2, 5, 8):
         (tmp_path / "checkpoints" / f"checkpoint-{step:05d}").mkdir()
-    assert trajectories.boundaries(tmp_path) == [0, 5, 8]
+    assert trajectories.boundaries(RunFolder(tmp_path)) == [0, 5, 8]
 
 
 def _row(i: int, correct: bool) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def test_the_text_is_what_was_recorded(past_run: Path) -> None:
 
 
 def _damage(run: Path) -> None:
-    path = checkpoint.folder(run, 0) / "adapter_model.safetensors"
+    path = RunFolder(run).checkpoint(0) / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-7])
 
 

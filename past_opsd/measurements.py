@@ -1,13 +1,15 @@
-"""What `past probe` and `past shift` wrote, checked before anything is drawn from it: the file may be anybody's."""
+"""What `past probe` and `past shift` write, checked before anything is drawn from it: the file may be anybody's."""
 
 from __future__ import annotations
 
-import re
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from past_opsd.files import write_text
 from past_opsd.reading import ReadError, read_json
 from past_opsd.types import PastError
 
@@ -72,26 +74,23 @@ class _Shift(_Part):
     estimates: _Estimates
 
 
-_KINDS: dict[str, type[_Part]] = {"step": _Probe, "shift": _Shift}
+_KINDS: dict[str, type[_Part]] = {"probe": _Probe, "shift": _Shift}
 
 
-def load(folder: Path, kind: str) -> dict[int, dict[str, Any]]:
-    """Boundary -> what was measured there; `kind` is "step" for `past probe` and "shift" for `past shift`."""
-    found: dict[int, dict[str, Any]] = {}
-    for path in sorted((folder / "probes").glob(f"{kind}-*.json")):
-        step = re.fullmatch(rf"{kind}-([0-9]{{1,9}})", path.stem)
-        try:
-            record = read_json(path)
-            if step is None:
-                raise ValueError("its name does not end in a step")
-            _KINDS[kind].model_validate(record)
-        except ReadError as error:
-            raise PastError(f"{error}; delete it and measure again") from None
-        except (ValueError, OverflowError) as error:
-            raise PastError(
-                f"{path}: not a record of this package ({_told(error)}); delete it and measure again"
-            ) from None
-        found[int(step[1])] = record
+def save(file: Path, result: Mapping[str, Any]) -> None:
+    """Write as JSON."""
+    write_text(file, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+
+def load(file: Path, kind: str) -> dict[str, Any]:
+    """Read what `save` wrote of a `kind`: "probe" or "shift"."""
+    try:
+        found = read_json(file)
+        _KINDS[kind].model_validate(found)
+    except ReadError as error:
+        raise PastError(f"{error}; delete it and measure again") from None
+    except (ValueError, OverflowError) as error:
+        raise PastError(f"{file}: not a record of this package ({_told(error)}); delete it and measure again") from None
     return found
 
 
