@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from past_opsd import checkpoint, config
-from past_opsd.engines.vllm_backend import HOSTS, Options, unvouched
 from past_opsd.files import enclosed, write_text
 from past_opsd.lab import Work
 from past_opsd.model import Model
@@ -97,7 +96,7 @@ def remote(recipe: config.Recipe) -> list[str]:
 
 def reached(recipe: config.Recipe) -> list[str]:
     """What a recipe's engine would be given or send that nobody vouches for."""
-    return unvouched(recipe.engine) if isinstance(recipe.engine, Options) else []
+    return config.ask_engine(recipe).unvouched()
 
 
 def entrusted(recipe: config.Recipe) -> list[str]:
@@ -113,10 +112,9 @@ def require_trust(run: Path, named: Sequence[str], trust: bool) -> None:
         rest = [name for name in named if name not in fetched and name not in sent]
         kinds = {"run code from outside the package": rest, "fetch": fetched, "send": sent}
         would = "; ".join(f"{what}: {', '.join(names)}" for what, names in kinds.items() if names)
-        hosts = f" (or name the servers in {HOSTS})" if sent else ""
         raise PastError(
             f"{run / 'recipe.toml'} would {would}. Nothing of it was done. "
-            f"If it is yours, or you trust it, say so with --trust{hosts}"
+            "If it is yours, or you trust it, say so with --trust"
         )
 
 
@@ -221,13 +219,6 @@ def save(run: Path, name: str, result: Mapping[str, Any]) -> Path:
     file = run / "probes" / f"{name}.json"
     write_text(file, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     return file
-
-
-def stop_tokens(model: Model) -> set[int]:
-    """The ids that end a response."""
-    configured = cast(Any, model.network).generation_config.eos_token_id
-    ids = configured if isinstance(configured, list) else [configured]
-    return {i for i in (*ids, model.tokenizer.eos_token_id) if i is not None}
 
 
 def batches(widths: Sequence[int], budget: int) -> Iterator[list[int]]:

@@ -83,6 +83,10 @@ def no_retry(failed, base, maximum, draw):
     return sampling.fixed(failed, base, draw, retry=False)
 
 
+def stuck(failed, base, maximum, draw):
+    return sampling.fixed(failed, maximum, draw)
+
+
 def short_group(G, draw):
     return sampling.fixed(adaptive.FAILED, max(1, G - 1), draw)
 
@@ -118,12 +122,7 @@ FAULTS = {
     "correct-tv": (clipping, "tv", lambda p, q: np.full(len(q), 1.0), clipping.correct_branch),
     "sampler-no-retry": (sampling, "adaptive", no_retry, adaptive.adaptive_groups),
     "group-short": (adaptive, "_fixed", short_group, adaptive.fixed_groups),
-    "controller-stuck": (
-        sampling,
-        "adaptive",
-        lambda f, b, G, draw: sampling.fixed(f, G, draw),
-        adaptive.controlled,
-    ),
+    "controller-stuck": (sampling, "adaptive", stuck, adaptive.controlled),
 }
 
 
