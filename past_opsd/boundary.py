@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from past_opsd import checkpoint, config, packing
-from past_opsd.engines.vllm_backend import HOSTS, Options, unvouched
 from past_opsd.folder import RunFolder
 from past_opsd.lab import Work
 from past_opsd.model import Model
@@ -97,7 +96,7 @@ def remote(recipe: config.Recipe) -> list[str]:
 
 def reached(recipe: config.Recipe) -> list[str]:
     """What a recipe's engine would be given or send that nobody vouches for."""
-    return unvouched(recipe.engine) if isinstance(recipe.engine, Options) else []
+    return config.ask_engine(recipe).unvouched()
 
 
 def entrusted(recipe: config.Recipe) -> list[str]:
@@ -113,10 +112,9 @@ def require_trust(run: RunFolder, named: Sequence[str], trust: bool) -> None:
         rest = [name for name in named if name not in fetched and name not in sent]
         kinds = {"run code from outside the package": rest, "fetch": fetched, "send": sent}
         would = "; ".join(f"{what}: {', '.join(names)}" for what, names in kinds.items() if names)
-        hosts = f" (or name the servers in {HOSTS})" if sent else ""
         raise PastError(
             f"{run.recipe_file} would {would}. Nothing of it was done. "
-            f"If it is yours, or you trust it, say so with --trust{hosts}"
+            "If it is yours, or you trust it, say so with --trust"
         )
 
 
@@ -207,13 +205,6 @@ def responses(at: Boundary, problems: Sequence[Problem], samples: int, role: str
         for sample in range(samples)
     ]
     return loop.attempt(work, loop.rollout.student)
-
-
-def stop_tokens(model: Model) -> set[int]:
-    """The ids that end a response."""
-    configured = cast(Any, model.network).generation_config.eos_token_id
-    ids = configured if isinstance(configured, list) else [configured]
-    return {i for i in (*ids, model.tokenizer.eos_token_id) if i is not None}
 
 
 @torch.no_grad()

@@ -5,8 +5,10 @@ everything but the description is inherited. `--set a.b=c` overrides win over bo
 impossible combination is one `PastError` that names the file, the line, the key and the nearest known key.
 
 The sections `method`, `task`, `verifier` and `engine` are chosen by `name`: the module
-`past_opsd.<kind>s.<name>` (or a dotted path to a module of the user's) holds a pydantic model `Options` with the
+`past_opsd.<kind>s.<name>` (or a dotted path to a module of the user's) holds a `Section` called `Options` with the
 section's other keys. Adding one is adding a file.
+
+A shipped recipe that is another one but for a key or two is a table of its folder's `variants.toml`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
@@ -32,6 +34,7 @@ from past_opsd.reading import SMALL, read_text, read_toml
 from past_opsd.types import PastError
 
 SHIPPED = Path(__file__).parent / "recipes"
+VARIANTS = "variants.toml"  # beside shipped recipes: those that are another one but for a key or two, a table each
 EMBEDDED = {"embedded": "embedded_model", "embedded-expert": "embedded_expert"}  # models of the package, by name
 HUB = "hf:"  # before the name of a dataset on the Hugging Face hub
 PLUGINS = {"method": "methods", "task": "tasks", "verifier": "verifiers", "engine": "engines"}
@@ -51,6 +54,46 @@ class Section(BaseModel):
         return {k: v for k, v in data.items() if k not in cls.former} if isinstance(data, dict) else data
 
 
+class MethodOptions(Section):
+    """A method's keys, and what others ask of a method without knowing it; a method says what is otherwise."""
+
+    headline: ClassVar[bool] = False
+    """The method that reports are about, drawn first."""
+    baseline: ClassVar[bool] = False
+    """The method that reports compare the others with."""
+
+    @property
+    def continuations(self) -> int:
+        """Most that the teacher draws for a failed response at a time; 0 where it draws none."""
+        return 0
+
+    @property
+    def reads_response(self) -> bool:
+        """Whether the teacher's prompt holds the student's whole response."""
+        return False
+
+    def small(self, most: int) -> Self:
+        """The same method with little to do, for a quick check: groups, for instance, of at most so many."""
+        return self
+
+    def on(self, there: MethodOptions) -> Self:
+        """The same method on the model and task of another recipe of it: what follows those is taken from there."""
+        return self
+
+
+class EngineOptions(Section):
+    """An engine's keys, and what others ask of an engine without knowing it; an engine says what is otherwise."""
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether responses are drawn outside of this machine's memory."""
+        return False
+
+    def unvouched(self) -> list[str]:
+        """What needs a person's word before it is done for somebody else's recipe, as `key = value`."""
+        return []
+
+
 @dataclass(frozen=True)
 class Place:
     """Marks a text that names a file or folder, or may do so: a relative one is looked for beside its recipe first."""
@@ -68,22 +111,26 @@ class Unread(Section):
 class Sampling(Section):
     """How one role samples."""
 
-    temperature: float = Field(1.0, ge=0, description="softmax temperature; 0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass kept; 1 keeps all")
-    top_k: int = Field(0, ge=0, description="entries kept; 0 keeps all")
-    min_p: float = Field(0.0, ge=0, le=1, description="entries below this share of the largest are cut; 0 keeps all")
-    max_new_tokens: int = Field(1024, ge=1, description="longer responses are cut and count as failures")
+    temperature: float = Field(default=1.0, ge=0, description="softmax temperature; 0 is greedy")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus mass kept; 1 keeps all")
+    top_k: int = Field(default=0, ge=0, description="entries kept; 0 keeps all")
+    min_p: float = Field(
+        default=0.0, ge=0, le=1, description="entries below this share of the largest are cut; 0 keeps all"
+    )
+    max_new_tokens: int = Field(default=1024, ge=1, description="longer responses are cut and count as failures")
 
 
 class LoraSection(Section):
     """Both adapters' shape."""
 
-    rank: int = Field(64, ge=1, description="rank of both LoRA adapters")
-    alpha: float = Field(128, gt=0, description="LoRA alpha; the update is scaled by alpha / rank")
+    rank: int = Field(default=64, ge=1, description="rank of both LoRA adapters")
+    alpha: float = Field(default=128, gt=0, description="LoRA alpha; the update is scaled by alpha / rank")
     targets: str | list[str] = Field(
-        "auto", description="module names to adapt; 'auto' takes every linear projection of the decoder blocks"
+        default="auto", description="module names to adapt; 'auto' takes every linear projection of the decoder blocks"
     )
-    dtype: Literal["float32", "base"] = Field("float32", description="dtype of the adapters; 'base' follows the base")
+    dtype: Literal["float32", "base"] = Field(
+        default="float32", description="dtype of the adapters; 'base' follows the base"
+    )
 
 
 class ModelSection(Section):
@@ -92,23 +139,27 @@ class ModelSection(Section):
     path: Annotated[str, Place()] = Field(
         description="'embedded', a pulled model, a local folder, a .gguf file, or a hub id"
     )
-    revision: str | None = Field(None, description="hub revision")
-    gguf_file: str | None = Field(None, description="the GGUF file of a folder or hub repository with several")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="dtype of the frozen base")
+    revision: str | None = Field(default=None, description="hub revision")
+    gguf_file: str | None = Field(default=None, description="the GGUF file of a folder or hub repository with several")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="dtype of the frozen base"
+    )
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
-        "auto", description="attention implementation"
+        default="auto", description="attention implementation"
     )
-    device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="'auto', 'cpu', 'cuda:1', 'mps'")
-    device_map: Literal["single", "auto"] = Field("single", description="'auto' spreads the base over all GPUs")
+    device: str = Field(
+        default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="'auto', 'cpu', 'cuda:1', 'mps'"
+    )
+    device_map: Literal["single", "auto"] = Field(default="single", description="'auto' spreads the base over all GPUs")
     gradient_checkpointing: Literal["auto"] | bool = Field(
-        "auto", description="recompute activations in the backward pass: less memory, more time"
+        default="auto", description="recompute activations in the backward pass: less memory, more time"
     )
-    trust_remote_code: bool = Field(False, description="run code that a model repository ships; off by default")
-    max_context: int | None = Field(None, ge=8, description="prompt + response limit; default: the model's own")
+    trust_remote_code: bool = Field(default=False, description="run code that a model repository ships; off by default")
+    max_context: int | None = Field(default=None, ge=8, description="prompt + response limit; default: the model's own")
     expert: Annotated[str | None, Place()] = Field(
-        None, description="a separate frozen teacher for methods that distill from one (OPD)"
+        default=None, description="a separate frozen teacher for methods that distill from one (OPD)"
     )
-    lora: LoraSection = LoraSection()  # pyright: ignore[reportCallIssue]
+    lora: LoraSection = LoraSection()
 
 
 class ExampleSection(Section):
@@ -126,14 +177,16 @@ class PromptsSection(Section):
     reference: str = Field(description="the reference-only teacher's user message (Vanilla OPSD)")
     hindsight: str = Field(description="the hindsight teacher's user message (PAST)")
     removed: str = Field(description="the hindsight message without the student's attempt")
-    rephrase: str = Field("", description="H2SD's teacher on a success: {problem} and {student_output}")
-    hint: str = Field("", description="H2SD's teacher on a failure: {problem} and {hint}")
-    write_hint: str = Field("", description="H2SD's request for a hint: {problem} and {reference_solution}")
-    student_kwargs: dict[str, Any] = Field({}, description="chat_template_kwargs of the student's prompt")
-    teacher_kwargs: dict[str, Any] = Field({}, description="chat_template_kwargs of every teacher prompt")
-    evaluation_kwargs: dict[str, Any] = Field({}, description="chat_template_kwargs in evaluation")
-    examples: list[ExampleSection] = Field([], description="earlier exchanges, for models that do not know the format")
-    strip_thinking: bool = Field(False, description="cut <think> blocks out of {student_output}")
+    rephrase: str = Field(default="", description="H2SD's teacher on a success: {problem} and {student_output}")
+    hint: str = Field(default="", description="H2SD's teacher on a failure: {problem} and {hint}")
+    write_hint: str = Field(default="", description="H2SD's request for a hint: {problem} and {reference_solution}")
+    student_kwargs: dict[str, Any] = Field(default={}, description="chat_template_kwargs of the student's prompt")
+    teacher_kwargs: dict[str, Any] = Field(default={}, description="chat_template_kwargs of every teacher prompt")
+    evaluation_kwargs: dict[str, Any] = Field(default={}, description="chat_template_kwargs in evaluation")
+    examples: list[ExampleSection] = Field(
+        default=[], description="earlier exchanges, for models that do not know the format"
+    )
+    strip_thinking: bool = Field(default=False, description="cut <think> blocks out of {student_output}")
 
     @property
     def turns(self) -> list[dict[str, str]]:
@@ -145,52 +198,57 @@ class PromptsSection(Section):
 class RolloutSection(Section):
     """The on-policy batch of one cycle."""
 
-    problems_per_cycle: int = Field(4, ge=1, description="problems drawn a cycle, without repeats within an epoch")
-    samples_per_problem: int = Field(1, ge=1, description="student responses per problem")
-    student: Sampling = Field(Sampling(), description="how the student samples Y")  # pyright: ignore[reportCallIssue]
-    teacher: Sampling = Field(Sampling(), description="how the teacher samples C_j")  # pyright: ignore[reportCallIssue]
+    problems_per_cycle: int = Field(
+        default=4, ge=1, description="problems drawn a cycle, without repeats within an epoch"
+    )
+    samples_per_problem: int = Field(default=1, ge=1, description="student responses per problem")
+    student: Sampling = Field(default=Sampling(), description="how the student samples Y")
+    teacher: Sampling = Field(default=Sampling(), description="how the teacher samples C_j")
 
 
 class OptimizerSection(Section):
     """AdamW for one adapter."""
 
-    lr: float = Field(5e-6, gt=0, description="peak learning rate")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="decay after the warm-up")
-    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up")
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1")
-    beta2: float = Field(0.999, ge=0, lt=1, description="AdamW beta2")
-    eps: float = Field(1e-8, gt=0, description="AdamW epsilon")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
-    max_grad_norm: float = Field(0.1, gt=0, description="gradients are clipped to this norm")
+    lr: float = Field(default=5e-6, gt=0, description="peak learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="decay after the warm-up")
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW beta1")
+    beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW beta2")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay")
+    max_grad_norm: float = Field(default=0.1, gt=0, description="gradients are clipped to this norm")
 
 
 class LearnerSection(Section):
     """How terms become one optimizer step."""
 
     reduction: Literal["sequence", "token"] = Field(
-        "sequence", description="'sequence' is the paper's 1/T_i, 'token' upstream OPSD's mean over all tokens"
+        default="sequence", description="'sequence' is the paper's 1/T_i, 'token' upstream OPSD's mean over all tokens"
     )
     implementation: Literal["fused", "triton", "chunked", "bf16", "reference"] = Field(
-        "fused",
+        default="fused",
         description="how full-vocabulary losses are computed; 'triton' needs a CUDA GPU; 'past bench divergence' "
         "compares the others",
     )
-    token_budget: int = Field(16384, ge=16, description="padded tokens in one micro-batch")
+    token_budget: int = Field(default=16384, ge=16, description="padded tokens in one micro-batch")
     shared_prompts: bool = Field(
-        True, description="prompts that begin alike share that part's forward and backward where that pays; exact"
+        default=True,
+        description="prompts that begin alike share that part's forward and backward where that pays; exact",
     )
-    loss_memory_mib: int = Field(128, ge=1, description="memory for logits inside the loss")
-    student: OptimizerSection = Field(OptimizerSection(), description="the student's optimizer")  # pyright: ignore[reportCallIssue]
-    teacher: OptimizerSection = Field(OptimizerSection(), description="the teacher's optimizer")  # pyright: ignore[reportCallIssue]
+    loss_memory_mib: int = Field(default=128, ge=1, description="memory for logits inside the loss")
+    student: OptimizerSection = Field(default=OptimizerSection(), description="the student's optimizer")
+    teacher: OptimizerSection = Field(default=OptimizerSection(), description="the teacher's optimizer")
 
 
 class EvaluationSection(Section):
     """Avg@k on the task's held-out sets."""
 
-    samples: int = Field(12, ge=1, description="responses per problem, the k of Avg@k")
-    pass_k: list[int] = Field([1, 4, 12], description="the k of pass@k")
-    at: list[float] = Field([0.0, 0.25, 0.5, 0.75, 1.0], description="fractions of the run at which to evaluate")
-    sampling: Sampling = Field(Sampling(), description="how responses are sampled")  # pyright: ignore[reportCallIssue]
+    samples: int = Field(default=12, ge=1, description="responses per problem, the k of Avg@k")
+    pass_k: list[int] = Field(default=[1, 4, 12], description="the k of pass@k")
+    at: list[float] = Field(
+        default=[0.0, 0.25, 0.5, 0.75, 1.0], description="fractions of the run at which to evaluate"
+    )
+    sampling: Sampling = Field(default=Sampling(), description="how responses are sampled")
 
     @model_validator(mode="after")
     def _possible(self) -> EvaluationSection:
@@ -204,37 +262,42 @@ class EvaluationSection(Section):
 class RunSection(Section):
     """Length, seed and what is kept."""
 
-    cycles: int = Field(100, ge=1, lt=10**9, description="student updates; the only length knob")
-    seed: int = Field(17, ge=0, description="training seed; every random draw derives from it")
+    cycles: int = Field(default=100, ge=1, lt=10**9, description="student updates; the only length knob")
+    seed: int = Field(default=17, ge=0, description="training seed; every random draw derives from it")
     evaluation_seed: int = Field(
-        0, ge=0, description="with the training seed decides evaluation draws, for all methods"
+        default=0, ge=0, description="with the training seed decides evaluation draws, for all methods"
     )
-    checkpoint_every: int = Field(5, ge=1, description="cycles between checkpoints; the last one is always written")
-    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept besides the evaluated ones")
-    threads: int = Field(0, ge=0, description="CPU threads; 0 leaves the default")
+    checkpoint_every: int = Field(
+        default=5, ge=1, description="cycles between checkpoints; the last one is always written"
+    )
+    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept besides the evaluated ones")
+    threads: int = Field(default=0, ge=0, description="CPU threads; 0 leaves the default")
 
 
 class DistributedSection(Section):
     """Several processes, started by torchrun or accelerate launch; one process needs nothing of it."""
 
     shard: Literal["none", "full"] = Field(
-        "none", description="'full' spreads the frozen base's blocks over the processes (FSDP2): less memory, more time"
+        default="none",
+        description="'full' spreads the frozen base's blocks over the processes (FSDP2): less memory, more time",
     )
-    timeout_seconds: float = Field(3600.0, gt=0, description="a process that waits for the others for so long gives up")
+    timeout_seconds: float = Field(
+        default=3600.0, gt=0, description="a process that waits for the others for so long gives up"
+    )
 
 
 class RecipeBase(Section):
     """The sections that every recipe has; `method`, `task`, `verifier`, `engine` are added by name."""
 
     name: str = Field(description="name of the recipe")
-    description: str = Field("", description="one line on what makes this recipe")
-    run: RunSection = RunSection()  # pyright: ignore[reportCallIssue]
+    description: str = Field(default="", description="one line on what makes this recipe")
+    run: RunSection = RunSection()
     model: ModelSection
     prompts: PromptsSection
-    rollout: RolloutSection = RolloutSection()  # pyright: ignore[reportCallIssue]
-    learner: LearnerSection = LearnerSection()  # pyright: ignore[reportCallIssue]
-    evaluation: EvaluationSection = EvaluationSection()  # pyright: ignore[reportCallIssue]
-    distributed: DistributedSection = DistributedSection()  # pyright: ignore[reportCallIssue]
+    rollout: RolloutSection = RolloutSection()
+    learner: LearnerSection = LearnerSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    distributed: DistributedSection = DistributedSection()
 
 
 class Recipe(RecipeBase):
@@ -244,6 +307,16 @@ class Recipe(RecipeBase):
     task: Any
     verifier: Any
     engine: Any
+
+
+def ask_method(recipe: Recipe) -> MethodOptions:
+    """The recipe's method, where its options can be asked; one that says nothing of itself in the place of others."""
+    return recipe.method if isinstance(recipe.method, MethodOptions) else MethodOptions()
+
+
+def ask_engine(recipe: Recipe) -> EngineOptions:
+    """The recipe's engine, where its options can be asked; one that says nothing of itself in the place of others."""
+    return recipe.engine if isinstance(recipe.engine, EngineOptions) else EngineOptions()
 
 
 @dataclass(frozen=True)
@@ -257,37 +330,74 @@ class Source:
         return f"{self.where}:{self.line}" if self.line else self.where
 
 
-def load(name: str | Path, overrides: Sequence[str] = (), *, imports: bool = True) -> Recipe:
+def load(name: str | Path, overrides: Sequence[str] | Mapping[str, Any] = (), *, imports: bool = True) -> Recipe:
     """Read, inherit, override, validate. `name` is a file or a shipped recipe such as `embedded/past`.
+
+    Overrides are texts as `--set` takes them, or tables that are laid over the recipe's like those of a file.
 
     Without `imports`, for the recipe in a run's folder, which may be somebody else's: no module outside the package is
     imported, the sections that name one are taken as they are, and no other file is read.
     """
     data, sources = _read(locate(name), imports)
-    for override in overrides:
-        _override(data, sources, override)
+    if isinstance(overrides, Mapping):
+        _merge(data, overrides, Recipe, imports)
+    else:
+        for override in overrides:
+            _override(data, sources, override)
     return validate(data, sources, str(name), imports=imports)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where a recipe is written: in a file of its own, or as a table of a folder's variants."""
+
+    file: Path
+    variant: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}, [{self.variant}]" if self.variant else str(self.file)
+
+    def read(self) -> tuple[dict[str, Any], dict[str, Source]]:
+        """Its tables as they stand, and the line of each key."""
+        text = read_text(self.file, SMALL)
+        table, lines = read_toml(self.file, text), _lines(text, str(self.file))
+        if not self.variant:
+            return table, lines
+        own, name = f"{self.variant}.", f"{self.file.parent.name}/{self.variant}"
+        lines = {key.removeprefix(own): source for key, source in lines.items() if key.startswith(own)}
+        return {"name": name} | table[self.variant], lines
 
 
 def shipped() -> list[str]:
     """Names of the recipes that come with the package (files starting with `_` only serve as bases)."""
-    found = (str(p.relative_to(SHIPPED)).removesuffix(".toml") for p in SHIPPED.rglob("*.toml"))
-    return sorted(name for name in found if not Path(name).name.startswith("_") and Path(name).name != "suites")
+    return sorted(_shipped())
 
 
 def shipped_descriptions() -> dict[str, str]:
     """The shipped recipes' own lines of description, read without anything that a recipe is validated with."""
-    texts = {name: (SHIPPED / f"{name}.toml").read_text(encoding="utf-8") for name in shipped()}
-    return {name: tomllib.loads(text).get("description", "") for name, text in texts.items()}
+    return {name: written.read()[0].get("description", "") for name, written in sorted(_shipped().items())}
 
 
-def locate(name: str | Path) -> Path:
-    """The recipe's file: a path as given, or a shipped recipe by name."""
-    candidates = [Path(name), SHIPPED / f"{name}.toml"]
-    for path in candidates:
+def _shipped() -> dict[str, Written]:
+    found: dict[str, Written] = {}
+    for file in SHIPPED.rglob("*.toml"):
+        family = file.parent.relative_to(SHIPPED)
+        if file.name == VARIANTS:
+            found |= {str(family / key): Written(file, key) for key in read_toml(file, read_text(file, SMALL))}
+        elif not file.name.startswith("_") and file.stem != "suites":
+            found[str(family / file.stem)] = Written(file)
+    return found
+
+
+def locate(name: str | Path) -> Written:
+    """Where a recipe is written: the path as given, or a shipped recipe by name."""
+    for path in (Path(name), SHIPPED / f"{name}.toml"):
         if path.is_file():
-            return path
-    near = difflib.get_close_matches(str(name), shipped(), n=1, cutoff=0.4)
+            return Written(path)
+    known = _shipped()
+    if str(name) in known:
+        return known[str(name)]
+    near = difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=0.4)
     hint = f"did you mean '{near[0]}'? " if near else ""
     raise PastError(
         f"no recipe '{name}': {hint}'past recipes' lists the shipped ones, a path to a .toml file works too"
@@ -343,7 +453,7 @@ def validate(data: Mapping[str, Any], sources: Mapping[str, Source], where: str,
         except PastError as error:
             raise PastError(f"{sources.get(f'{kind}.name', where)}: {error}") from None
         literal: Any = Literal[table["name"]]  # pyright: ignore[reportInvalidTypeForm]
-        named = (literal, Field(table["name"], description=f"which {kind}"))
+        named = (literal, Field(default=table["name"], description=f"which {kind}"))
         chosen[kind] = (
             create_model(options.__name__, __base__=options, __module__=options.__module__, name=named),
             ...,
@@ -419,11 +529,6 @@ def dump(recipe: BaseModel) -> dict[str, Any]:
     return json.loads(json.dumps(_finite(plain)))
 
 
-def from_dump(data: Mapping[str, Any]) -> Recipe:
-    """The inverse of `dump`, for checkpoints."""
-    return validate(_infinite(data), {}, "saved recipe")
-
-
 def to_toml(recipe: BaseModel) -> str:
     """The full resolved recipe as TOML, each field with its line of explanation."""
     out: list[str] = []
@@ -477,24 +582,24 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _read(path: Path, imports: bool = True) -> tuple[dict[str, Any], dict[str, Source]]:
-    """One file merged over the file it extends, with the place each key came from."""
-    chain: list[Path] = []
+def _read(written: Written, imports: bool = True) -> tuple[dict[str, Any], dict[str, Source]]:
+    """A recipe's tables merged over those of the one it extends, with the place each key came from."""
+    chain: list[Written] = []
     data: dict[str, Any] = {}
     sources: dict[str, Source] = {}
-    current: Path | None = path
+    current: Written | None = written
     layers: list[tuple[dict[str, Any], dict[str, Source]]] = []
     while current is not None:
-        if current.resolve() in chain:
+        place = Written(current.file.resolve(), current.variant)
+        if place in chain:
             raise PastError(f"{current}: 'extends' runs in a circle")
-        chain.append(current.resolve())
-        text = read_text(current, SMALL)
-        table = read_toml(current, text)
+        chain.append(place)
+        table, lines = current.read()
         parent = table.pop("extends", None)
         if parent is not None and not imports:
             raise PastError(f"{current}: a run's recipe is complete; it does not follow 'extends' to another file")
-        layers.append((table, _lines(text, str(current))))
-        current = _parent(current, parent) if parent is not None else None
+        layers.append((table, lines))
+        current = _parent(current.file, parent) if parent is not None else None
     for table, lines in reversed(layers):
         data.pop("description", None)  # what a parent says of itself is not true of its child
         _merge(data, table, Recipe, imports)
@@ -502,11 +607,11 @@ def _read(path: Path, imports: bool = True) -> tuple[dict[str, Any], dict[str, S
     return data, sources
 
 
-def _parent(path: Path, parent: Any) -> Path:
+def _parent(path: Path, parent: Any) -> Written:
     if not isinstance(parent, str):
         raise PastError(f"{path}: 'extends' must be the path or name of a recipe, not {parent!r}")
     beside = path.parent / parent
-    return beside if beside.is_file() else locate(parent)
+    return Written(beside) if beside.is_file() else locate(parent)
 
 
 def _merge(
@@ -576,7 +681,7 @@ def _lines(text: str, where: str) -> dict[str, Source]:
         if fence:
             fence = "" if fence in line else fence
             continue
-        header = re.match(r"\s*\[+\s*([\w.\-]+)\s*\]+", line)
+        header = re.match(r"""\s*\[+\s*"?([\w.\-]+)"?\s*\]+""", line)
         entry = re.match(r"\s*([\w.\-]+)\s*=\s*(.*)", line)
         if header:
             table = header[1]
@@ -626,9 +731,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return value
-
-
-def _infinite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return float(value["float"]) if set(value) == {"float"} else {k: _infinite(v) for k, v in value.items()}
-    return [_infinite(v) for v in value] if isinstance(value, list) else value

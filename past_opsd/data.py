@@ -240,7 +240,7 @@ def needs(recipe: Recipe, problems: Sequence[Problem]) -> tuple[int, list[Need]]
 
     def teacher(problem: Problem, student: View, said: str) -> int:
         """The longer of the teacher's two prompts, whatever the outcome was."""
-        response = Response((*prompts.encode(said), prompts.eos), said, (), True)
+        response = Response(prompts.completion(said), said, (), True)
         attempts = (Attempt(problem, student, response, Verdict(ok, "")) for ok in (False, True))
         return max(len(method.teacher_view(attempt).prompt) for attempt in attempts)
 

@@ -26,7 +26,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from rich.table import Table
 
 from past_opsd import arguments, checkpoint, config, estimate, fused, life
-from past_opsd.config import Recipe
+from past_opsd.config import MethodOptions, Recipe
 from past_opsd.evaluate import evaluate
 from past_opsd.folder import STATE, RunFolder
 from past_opsd.health import counted
@@ -34,7 +34,7 @@ from past_opsd.learner import Learner
 from past_opsd.losses import Match
 from past_opsd.methods import distill
 from past_opsd.pretrained import hardware, load_tokenizer, read_config
-from past_opsd.prompts import Prompts
+from past_opsd.prompts import OPTIONAL, Prompts
 from past_opsd.tasks import Problems
 from past_opsd.templates import check as check_templates
 from past_opsd.train import Session, Silent, session, train
@@ -172,8 +172,6 @@ def small(recipe: Recipe, seed: int | None = None, **learner: Any) -> Recipe:
     rollout = recipe.rollout
     problems, samples, tokens, group = (1, 2, 64, 2) if slow(recipe) else (4, 4, 64, 3)
     short = {"max_new_tokens": min(tokens, rollout.student.max_new_tokens)}
-    options = recipe.method.model_dump()
-    method = {key: min(value, group) for key, value in options.items() if key == "group_max"}
     return recipe.model_copy(
         update={
             "run": recipe.run.model_copy(
@@ -196,15 +194,26 @@ def small(recipe: Recipe, seed: int | None = None, **learner: Any) -> Recipe:
                 }
             ),
             "learner": recipe.learner.model_copy(update=learner),
-            "method": recipe.method.model_copy(update=method),
+            "method": recipe.method.small(group) if isinstance(recipe.method, MethodOptions) else recipe.method,
         }
     )
 
 
 def embedded_copy(recipe: Recipe) -> Recipe:
-    """The recipe's method on the embedded model and task."""
-    base = config.load(f"embedded/{recipe.method.name}")
-    return base.model_copy(update={"name": recipe.name, "method": recipe.method, "learner": base.learner})
+    """The recipe's method on the embedded model and task, as a shipped recipe has it there where there is one."""
+    shipped = f"embedded/{recipe.method.name}"
+    if shipped in config.shipped():
+        base = config.load(shipped)
+        return base.model_copy(update={"name": recipe.name, "method": recipe.method.on(base.method)})
+    prompts = {role: template for role in OPTIONAL if (template := getattr(recipe.prompts, role))}
+    tables = {
+        "name": recipe.name,
+        "model": {"expert": "embedded-expert"} if recipe.model.expert else {},
+        "prompts": prompts,
+        "rollout": {"samples_per_problem": recipe.rollout.samples_per_problem},
+        "method": recipe.method.model_dump(),
+    }
+    return config.load("embedded/_base", tables)
 
 
 def _choose(problems: Sequence[Problem], repeats: int) -> list[Problem]:
@@ -372,8 +381,8 @@ def semantics(recipe: Recipe, repeats: int, watch: Watch, note: str = "") -> Row
 
 
 def _outcome_is_hidden(parts: Session, problem: Problem) -> bool:
-    if parts.recipe.method.name in ("sd_zero", "h2sd"):
-        return True  # both show the teacher another message by outcome: that is their definition
+    if parts.loop.method.tells_outcome:
+        return True
     return parts.loop.method.teacher_view(_attempt(parts, problem, True)) == parts.loop.method.teacher_view(
         _attempt(parts, problem, False)
     )
@@ -527,8 +536,8 @@ def advice(recipe: Recipe, shape: estimate.Shape, load: estimate.Load, free: int
     """What would make the recipe fit, most telling first."""
     out: list[str] = []
 
-    def would(text: str, changed: Recipe, dtype: str, checkpointing: bool = True) -> None:
-        size = sum(estimate.memory(changed, shape, estimate.expected_load(changed), dtype, checkpointing).values())
+    def would(text: str, changed: Recipe, dtype: str) -> None:
+        size = sum(estimate.memory(changed, shape, estimate.expected_load(changed), dtype, True).values())
         fits = "fits" if size <= 0.9 * free else "still too much"
         out.append(f"{text}: {size / estimate.GIB:.1f} GiB, {fits}")
 

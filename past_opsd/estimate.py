@@ -98,6 +98,10 @@ def shape_of(config: Any, path: str) -> Shape:
         raise PastError(f"'{path}': its configuration has no {error}, so memory and time cannot be estimated") from None
 
 
+PROBLEM, SOLUTION = 256, 1024
+"""Tokens of a prompt's parts where no data were read."""
+
+
 @dataclass(frozen=True)
 class Load:
     """What one cycle asks for, in samples and tokens."""
@@ -115,15 +119,14 @@ class Load:
         return self.teacher_prompt + max(self.response, self.continuation)
 
 
-def expected_load(recipe: Recipe, problem: int = 256, solution: int = 1024) -> Load:
-    """Every response at its limit; `problem` and `solution` are prompt lengths in tokens where no data were read."""
+def expected_load(recipe: Recipe) -> Load:
+    """Every response at its limit; no data are read, so problems and solutions have the lengths assumed here."""
     rollout = recipe.rollout
     samples = rollout.problems_per_cycle * rollout.samples_per_problem
-    options = recipe.method.model_dump()
-    draws = options.get("group_max", 0) if options.get("train_teacher", False) else 0
-    response = rollout.student.max_new_tokens
-    teacher = problem + solution + (response if options.get("trajectory", False) else 0)
-    return Load(samples, samples * draws, response, rollout.teacher.max_new_tokens, problem, teacher)
+    method = config.ask_method(recipe)
+    draws, response = method.continuations, rollout.student.max_new_tokens
+    teacher = PROBLEM + SOLUTION + (response if method.reads_response else 0)
+    return Load(samples, samples * draws, response, rollout.teacher.max_new_tokens, PROBLEM, teacher)
 
 
 def memory(
@@ -141,7 +144,7 @@ def memory(
     if sharded:
         training += 2 * shape.block * width  # the block at work and the next one, put together
     sampling = _sampling(recipe, shape, load, dtype, processes) + (shape.body * width if sharded else 0)
-    if recipe.engine.model_dump().get("mode") == "server":
+    if config.ask_engine(recipe).elsewhere:
         sampling = 0
     moment = {"rollouts": sampling} if sampling > training else {"activations and loss": training}
     blocks = -(-shape.body // processes) if sharded else shape.body
@@ -197,11 +200,11 @@ def _rate(weight: torch.Tensor, rows: int, seconds: float) -> float:
     return done * rows * weight.numel() / (time.perf_counter() - began)
 
 
-def assumed(gpu: str, rows: int, dtype: str = "bfloat16") -> Speed:
-    """A GPU's speed from its data sheet: two fifths of its peak, decoding at three fifths of its bandwidth."""
+def assumed(gpu: str, rows: int) -> Speed:
+    """A GPU's speed from its data sheet, in bfloat16: 2/5 of its peak, decoding at 3/5 of its bandwidth."""
     peak, bandwidth, _ = GPUS[gpu]
     wide = 0.4 * peak / 2
-    return Speed(wide, min(wide, 0.6 * bandwidth / BYTES[dtype] * max(1, rows)))
+    return Speed(wide, min(wide, 0.6 * bandwidth / BYTES["bfloat16"] * max(1, rows)))
 
 
 def seconds(shape: Shape, load: Load, speed: Speed, checkpointing: bool, processes: int = 1) -> dict[str, float]:
@@ -269,7 +272,7 @@ def _cycle(recipe: Recipe, shape: Shape, load: Load, gpu: str, processes: int) -
     """Seconds of a cycle on such GPUs; without the rollouts where servers make them."""
     rows = [-(-samples // processes) for samples in (load.student_samples, load.teacher_samples)]
     phases, teacher = (seconds(shape, load, assumed(gpu, n), True, processes) for n in rows)
-    if recipe.engine.model_dump().get("mode") == "server":
+    if config.ask_engine(recipe).elsewhere:
         return phases["adapt"] + phases["distill"]
     return sum((phases | {"draw": teacher["draw"]}).values())
 

@@ -97,7 +97,7 @@ def _merged(recipe: Recipe, source: Path, out: Path) -> None:
     model = Model(section, seed=derive_seed(recipe.run.seed, "adapters") >> 1)
     checkpoint.load_adapter(model, "student", source)
     with torch.no_grad():
-        merged = model.peft.merge_and_unload(adapter_names=["student"])  # pyright: ignore[reportCallIssue]
+        merged = model.peft.merge_and_unload(adapter_names=["student"])
     cast(Any, merged).save_pretrained(str(out))
 
 

@@ -32,8 +32,7 @@ def inspect(console: Console, recipe: Recipe, index: int, dry: bool) -> None:
         problems = config.plugin("task", recipe.task.name).build(recipe.task).train()
         _within(index, len(problems))
         problem = problems[index]
-        ids = tuple(tokenizer(problem.solution, add_special_tokens=False)["input_ids"])
-        response = Response((*ids, tokenizer.eos_token_id), problem.solution, (), True)
+        response = Response(prompts.completion(problem.solution), problem.solution, (), True)
         view = View("student", prompts.student(problem))
         attempt = Attempt(problem, view, response, Verdict(False, "not verified: the reference stands in for it"))
         _show(console, tokenizer, method, attempt)
@@ -43,7 +42,7 @@ def inspect(console: Console, recipe: Recipe, index: int, dry: bool) -> None:
             raise PastError(f"'{recipe.method.name}' trains on the reference itself and samples nothing: use --dry")
         _within(index, len(parts.loop.problems))
         k = index // recipe.rollout.problems_per_cycle
-        attempts = parts.loop.attempts(k)
+        attempts = parts.loop.attempts(k, parts.loop.take(k))
         _show(console, parts.model.tokenizer, parts.loop.method, attempts[index % len(attempts)])
 
 

@@ -16,8 +16,8 @@ from past_opsd.config import RolloutSection, Sampling
 from past_opsd.lab import Lab, Work
 from past_opsd.methods import Method
 from past_opsd.prompts import Prompts
-from past_opsd.sampling import Draws
-from past_opsd.types import Adapter, Attempt, Batch, Group, Problem, Term, View, derive_seed, route
+from past_opsd.sampling import Round
+from past_opsd.types import Adapter, Attempt, Batch, Group, PastError, Problem, Term, View, derive_seed, route
 
 
 class Learner(Protocol):
@@ -38,7 +38,7 @@ class Cycle:
     """What one cycle leaves for the records."""
 
     batch: Batch
-    draws: list[Draws]
+    groups: list[Group]
     dropped: int
     versions: dict[Adapter, int]
     metrics: dict[str, float]
@@ -58,20 +58,25 @@ class Loop:
     max_context: int
 
     def cycle(self, k: int, phase: Callable[[str], None] = lambda name: None) -> Cycle:
-        """One cycle, from p_k and q_k to p_{k+1} and q_{k+1}."""
+        """One cycle, from p_k and q_k to p_{k+1} and q_{k+1}; no prompt is rendered twice."""
+        with self.prompts.once():
+            return self._cycle(k, phase)
+
+    def _cycle(self, k: int, phase: Callable[[str], None]) -> Cycle:
         versions = dict(self.learner.versions)
         self.lab.engine.metrics()  # what evaluations and a resume did between cycles is not this cycle's
 
         phase("rollout")
         asked = self.take(k)
         problems = [p for p in asked if self.method.room(p) <= self.max_context]
-        attempts = self.attempts(k) if self.method.rollouts else []  # Y ~ p_k(. | X), R = V(X, Y)
+        attempts = self.attempts(k, asked) if self.method.rollouts else []  # Y ~ p_k(. | X), R = V(X, Y)
         kept = [a for a in attempts if self._fits(a)]
         batch = route(kept, problems)
 
         phase("draw")
-        draws = self.method.explore(batch.failed, self._draw(k, batch.failed))  # C_j ~ q_k(. | U)
-        groups = [Group(a, d.continuations) for a, d in zip(batch.failed, draws, strict=True)] if draws else []
+        groups = self.method.explore(batch.failed, self._draw(k, batch.failed))  # C_j ~ q_k(. | U)
+        if groups and tuple(group.attempt for group in groups) != batch.failed:
+            raise PastError("explore() of the method must give a Group for every failed attempt, in order, or none")
 
         phase("adapt")
         metrics = self.learner.step("teacher", self.method.teacher_terms(batch, groups))
@@ -84,11 +89,11 @@ class Loop:
         if share:
             self.learner.blend("student", "teacher", share)
         self.publish()
-        self.method.end_cycle(draws)
+        self.method.end_cycle(groups)
         wanted = len(asked) * self.rollout.samples_per_problem if self.method.rollouts else 0
         dropped = wanted - len(kept) + len(asked) - len(problems)
         metrics |= self.method.metrics() | self.lab.engine.metrics()
-        return Cycle(batch, draws, dropped, versions, metrics)
+        return Cycle(batch, groups, dropped, versions, metrics)
 
     def publish(self) -> None:
         """Let the engine serve both adapters as they are now."""
@@ -129,9 +134,9 @@ class Loop:
         }
         return [self.problems[orders[p // n][p % n]] for p in positions]
 
-    def attempts(self, k: int) -> list[Attempt]:
+    def attempts(self, k: int, problems: Sequence[Problem]) -> list[Attempt]:
         """[eq:on-policy-rollout]: the student's complete responses of cycle k, sampled from X alone and verified."""
-        problems, n = self.take(k), self.rollout.samples_per_problem
+        n = self.rollout.samples_per_problem
         # Where an epoch ends inside a cycle a problem can come twice; its second samples are draws of their own.
         copies = _copies(problems)
         work = [
@@ -150,7 +155,7 @@ class Loop:
             room = max(room, self.rollout.teacher.max_new_tokens)
         return len(self.method.teacher_view(attempt).prompt) + room <= self.max_context
 
-    def _draw(self, k: int, failed: Sequence[Attempt]) -> Callable[[Sequence[tuple[int, int]]], list[Attempt]]:
+    def _draw(self, k: int, failed: Sequence[Attempt]) -> Round:
         """Teacher continuations of the failed attempts, sampled and verified in one batch per round."""
         views = [self.method.teacher_view(a) for a in failed]
         # A problem can fail more than once in a cycle; each failure draws from seeds of its own.

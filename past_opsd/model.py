@@ -241,6 +241,13 @@ class Model(Network):
             self._shard()
 
     @property
+    def stops(self) -> frozenset[int]:
+        """The ids that end a response: the model's generation settings' and the tokenizer's."""
+        configured = cast(Any, self.network).generation_config.eos_token_id
+        ids = configured if isinstance(configured, list) else [configured]
+        return frozenset(i for i in [*ids, self.tokenizer.eos_token_id] if i is not None)
+
+    @property
     def sharded(self) -> bool:
         """Whether a forward exchanges weights, so that all ranks must make the same ones."""
         return bool(self._shards)

@@ -139,7 +139,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
     from past_opsd.pretrained import hardware, load_network, load_tokenizer
 
-    section = ModelSection(path=str(gguf), device="cpu", dtype="float32")  # pyright: ignore[reportCallIssue]
+    section = ModelSection(path=str(gguf), device="cpu", dtype="float32")
     tokenizer = load_tokenizer(section)
     settings, network = load_network(section, section.path, hardware(section))
     plain: Any = AutoModelForCausalLM.from_config(settings)  # what was loaded counts as quantised and is not written
@@ -198,9 +198,8 @@ def check(model: str, recipe: str, gguf_file: str | None = None) -> tuple[list[s
     """Load a model as a recipe would; lines to print and the number of errors. What cannot be loaded raises."""
     from past_opsd.model import Model
     from past_opsd.templates import check as check_template
-    from past_opsd.templates import stop_ids
 
-    loaded = Model(ModelSection(path=model, gguf_file=gguf_file))  # pyright: ignore[reportCallIssue]
+    loaded = Model(ModelSection(path=model, gguf_file=gguf_file))
     size = sum(p.numel() for n, p in loaded.network.named_parameters() if "lora_" not in n)
     rank = loaded.section.lora.rank
     adapted = sorted({n.split(".lora_")[0].rpartition(".")[2] for n in loaded.parameters("student")})
@@ -211,7 +210,6 @@ def check(model: str, recipe: str, gguf_file: str | None = None) -> tuple[list[s
         f"here: {loaded.choice}",
         f"LoRA on {', '.join(adapted)}: {trained:,} parameters an adapter at rank {rank}",
     ]
-    stops = stop_ids(loaded.tokenizer, loaded.network)
-    findings = check_template(loaded.tokenizer, config.load(recipe).prompts, stops)
+    findings = check_template(loaded.tokenizer, config.load(recipe).prompts, loaded.stops)
     lines += [f"{f.level}: {f.text}" for f in findings] or ["chat template: nothing to say"]
     return lines, sum(f.level == "error" for f in findings)

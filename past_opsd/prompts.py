@@ -8,7 +8,8 @@ text, never a verdict.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from past_opsd.config import PromptsSection
@@ -74,6 +75,16 @@ class Prompts:
             )
         self._tokenizer = tokenizer
         self._section = section
+        self._rendered: dict[tuple[str, str], Tokens] | None = None
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Within this, no prompt is rendered twice; what was rendered is forgotten at its end."""
+        self._rendered = {}
+        try:
+            yield
+        finally:
+            self._rendered = None
 
     def student(self, problem: Problem) -> Tokens:
         """X for the student."""
@@ -133,7 +144,15 @@ class Prompts:
         template = self._section.__dict__[role]
         if not template:
             raise PastError(f"prompts.{role} is empty, and this method needs it")
-        message = [*self._section.turns, {"role": "user", "content": fill(template, fields)}]
+        content = fill(template, fields)
+        if self._rendered is None:
+            return self._write(role, kwargs, content)
+        if (role, content) not in self._rendered:
+            self._rendered[role, content] = self._write(role, kwargs, content)
+        return self._rendered[role, content]
+
+    def _write(self, role: str, kwargs: Mapping[str, Any], content: str) -> Tokens:
+        message = [*self._section.turns, {"role": "user", "content": content}]
         try:
             text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **kwargs)
         except jinja2.TemplateError as error:

@@ -26,14 +26,12 @@ class Recorder:
 
     def cycle(self, k: int, cycle: Cycle, totals: Mapping[str, int], seconds: Mapping[str, float]) -> dict[str, float]:
         """Record cycle k; returns its metrics line."""
-        attempts = list(cycle.batch.attempts)
-        rollouts = [row(k, a, cycle.versions, i, False) for i, a in enumerate(attempts)]
-        failed = {id(a): i for i, a in enumerate(attempts)}
+        rollouts = [row(k, a, cycle.versions, i, False) for i, a in enumerate(cycle.batch.attempts)]
         continuations = [
-            row(k, c, cycle.versions, failed[id(a)], discarded)
-            for a, d in zip(cycle.batch.failed, cycle.draws, strict=False)
-            for discarded, group in ((True, d.discarded), (False, d.continuations))
-            for c in group
+            row(k, c, cycle.versions, trajectory, discarded)
+            for trajectory, group in enumerate(cycle.groups, len(cycle.batch.correct))  # failed ones come last
+            for discarded, drawn in ((True, group.discarded), (False, group.continuations))
+            for c in drawn
         ]
         self._attempts(self._run.rollouts, k, rollouts)
         if continuations:
@@ -111,7 +109,7 @@ def summarise(cycle: Cycle) -> dict[str, float]:
     """The cycle's numbers beside the learner's diagnostics."""
     attempts = cycle.batch.attempts
     lengths = [len(a.response.tokens) for a in attempts]
-    drawn = [c for d in cycle.draws for c in (*d.discarded, *d.continuations)]
+    drawn = [c for group in cycle.groups for c in group.drawn]
     out: dict[str, float] = {"rollout/dropped": cycle.dropped}
     if attempts:
         out |= {
@@ -121,19 +119,17 @@ def summarise(cycle: Cycle) -> dict[str, float]:
             "rollout/empty": _mean([not a.response.text.strip() for a in attempts]),
         }
     out |= {f"rollout/reason/{r}": n for r, n in sorted(Counter(a.verdict.reason for a in attempts).items())}
-    if cycle.draws:
-        n = len(cycle.draws)
-        wins = [d.successes for d in cycle.draws]
-        sizes = [len(d.continuations) for d in cycle.draws]
+    if cycle.groups:
+        n = len(cycle.groups)
         out |= {
             "failed/success": _mean([c.verdict.correct for c in drawn]),
             "failed/mean_length": _mean([len(c.response.tokens) for c in drawn]),
             "failed/truncated": _mean([not c.response.finished for c in drawn]),
             "failed/samples": len(drawn),
-            "failed/mixed": sum(0 < w < s for w, s in zip(wins, sizes, strict=True)) / n,
-            "failed/all_success": sum(w == s for w, s in zip(wins, sizes, strict=True)) / n,
-            "failed/skipped": sum(d.skipped for d in cycle.draws) / n,
-            "failed/retried": sum(d.retried for d in cycle.draws) / n,
+            "failed/mixed": sum(group.mixed for group in cycle.groups) / n,
+            "failed/all_success": sum(group.successes == group.continuations for group in cycle.groups) / n,
+            "failed/skipped": sum(not group.active for group in cycle.groups) / n,
+            "failed/retried": sum(group.retried for group in cycle.groups) / n,
         }
         out |= {f"failed/reason/{r}": n for r, n in sorted(Counter(c.verdict.reason for c in drawn).items())}
     return out | cycle.metrics

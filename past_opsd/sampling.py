@@ -12,83 +12,55 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from past_opsd.types import Attempt, PastError
+from past_opsd.types import Attempt, Group, PastError
 
-Draw = Callable[[Sequence[tuple[int, int]]], list[Attempt]]
+Round = Callable[[Sequence[tuple[int, int]]], list[Attempt]]
 """One batched round: asked for (trajectory, draw index) pairs, returns verified continuations in that order.
 
 Draw indices of a trajectory run 0, 1, 2, ... through the retry, so seeds derived from them never repeat.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """What was drawn for one failed trajectory.
-
-    `continuations` is the realised group, the only one a loss may read. `discarded` is the all-failure
-    group of size G_max that the retry replaced: kept for the records and the cost.
-    """
-
-    continuations: tuple[Attempt, ...]
-    discarded: tuple[Attempt, ...] = ()
-
-    @property
-    def samples(self) -> int:
-        """All continuations drawn, the replaced group included."""
-        return len(self.discarded) + len(self.continuations)
-
-    @property
-    def successes(self) -> int:
-        """Successful continuations; the replaced group has none."""
-        return sum(c.verdict.correct for c in self.continuations)
-
-    @property
-    def retried(self) -> bool:
-        """A complete group failed and was drawn anew."""
-        return bool(self.discarded)
-
-    @property
-    def skipped(self) -> bool:
-        """The realised group has no success, so the trajectory contributes nothing."""
-        return self.successes == 0
-
-
-def adaptive(n: int, base: int, maximum: int, draw: Draw) -> list[Draws]:
-    """Draw groups for `n` failed trajectories: G_base = `base`, G_max = `maximum`.
+def adaptive(failed: Sequence[Attempt], base: int, maximum: int, draw: Round) -> list[Group]:
+    """A group for each failed trajectory: G_base = `base`, G_max = `maximum`.
 
     Every round asks for all trajectories that need it at once: `base` each; then one more for each that
     has no success yet, up to `maximum`; then one complete group of `maximum` for those still without.
     At most `maximum - base + 2` rounds and `2 * maximum` continuations a trajectory.
     """
-    _check_group(n, base, maximum)
-    groups: list[list[Attempt]] = [[] for _ in range(n)]
-    _extend(groups, range(n), base, draw)
+    _check_group(base, maximum)
+    groups: list[list[Attempt]] = [[] for _ in failed]
+    _extend(groups, range(len(failed)), base, draw)
     for _ in range(maximum - base):
         _extend(groups, _all_failed(groups), 1, draw)
-    return _retry(groups, maximum, draw)
+    return _retry(failed, groups, maximum, draw)
 
 
-def fixed(n: int, size: int, draw: Draw, retry: bool = True) -> list[Draws]:
-    """Draw exactly `size` continuations for each of `n` failed trajectories in one round.
+def fixed(failed: Sequence[Attempt], size: int, draw: Round, retry: bool = True) -> list[Group]:
+    """Exactly `size` continuations for each failed trajectory, in one round.
 
     With `retry` an all-failure group is drawn once more, as in `adaptive`: then the two samplers differ in
     the size of the first stage alone, which is what the paper's fixed-8 row compares. Without it such a
     group is skipped at once.
     """
-    _check_group(n, size, size)
-    groups: list[list[Attempt]] = [[] for _ in range(n)]
-    _extend(groups, range(n), size, draw)
-    return _retry(groups, size, draw) if retry else [Draws(tuple(group)) for group in groups]
+    _check_group(size, size)
+    groups: list[list[Attempt]] = [[] for _ in failed]
+    _extend(groups, range(len(failed)), size, draw)
+    if retry:
+        return _retry(failed, groups, size, draw)
+    return [Group(attempt, tuple(group)) for attempt, group in zip(failed, groups, strict=True)]
 
 
-def _retry(groups: list[list[Attempt]], size: int, draw: Draw) -> list[Draws]:
-    failed = _all_failed(groups)
-    both = [list(group) for group in groups]
-    _extend(both, failed, size, draw)
-    # Only the groups in `failed` grew; for them the second half is the realised group.
+def _retry(failed: Sequence[Attempt], groups: list[list[Attempt]], size: int, draw: Round) -> list[Group]:
+    """The groups, those without a success replaced by another draw of `size`."""
+    drawn = [list(group) for group in groups]
+    _extend(drawn, _all_failed(groups), size, draw)
+    # Only groups without a success grew; what they grew by is the realised group.
     return [
-        Draws(tuple(after[len(before) :]), tuple(before)) if len(after) > len(before) else Draws(tuple(before))
-        for before, after in zip(groups, both, strict=True)
+        Group(attempt, tuple(after[len(before) :]), tuple(before))
+        if len(after) > len(before)
+        else Group(attempt, tuple(before))
+        for attempt, before, after in zip(failed, groups, drawn, strict=True)
     ]
 
 
@@ -96,7 +68,7 @@ def _all_failed(groups: list[list[Attempt]]) -> list[int]:
     return [i for i, group in enumerate(groups) if not any(c.verdict.correct for c in group)]
 
 
-def _extend(groups: list[list[Attempt]], indices: Iterable[int], size: int, draw: Draw) -> None:
+def _extend(groups: list[list[Attempt]], indices: Iterable[int], size: int, draw: Round) -> None:
     requests = [(i, len(groups[i]) + j) for i in indices for j in range(size)]
     if not requests:
         return
@@ -110,9 +82,7 @@ def _extend(groups: list[list[Attempt]], indices: Iterable[int], size: int, draw
         groups[i].append(continuation)
 
 
-def _check_group(n: int, base: int, maximum: int) -> None:
-    if n < 0:
-        raise PastError(f"the number of failed trajectories must not be negative, got {n}")
+def _check_group(base: int, maximum: int) -> None:
     if not 1 <= base <= maximum:
         raise PastError(f"the base draw must lie between 1 and the maximum group size, got {base} and {maximum}")
 
@@ -248,14 +218,7 @@ def mixed_probability(s: float, b: int, G: int) -> float:
     return 1.0 - all_success_probability(s, b, G) - skip_probability(s, G)
 
 
-def group_probabilities(s: float, G: int) -> tuple[float, float, float]:
-    """(all-failure, mixed, all-success) for one group of fixed size G, without retry."""
-    _check_rate(s, G, G)
-    failure, success = (1.0 - s) ** G, s**G
-    return failure, 1.0 - failure - success if G > 1 else 0.0, success
-
-
 def _check_rate(s: float, b: int, G: int) -> None:
     if not 0.0 <= s <= 1.0:
         raise PastError(f"a success probability lies in [0, 1], got {s}")
-    _check_group(0, b, G)
+    _check_group(b, G)

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 def command(recipe: Recipe, host: str, port: int) -> list[str]:
     """The server's command line. Of the engine's options those of vLLM count; another engine's recipe has defaults."""
-    options = recipe.engine if isinstance(recipe.engine, Options) else Options()  # pyright: ignore[reportCallIssue]
+    options = recipe.engine if isinstance(recipe.engine, Options) else Options()
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port)]
     for key, value in arguments(recipe.model, options).items():
         words += _flag(key, value)

@@ -71,7 +71,7 @@ def prefixes(attempts: Sequence[Attempt], seed: int) -> list[Prefix]:
 def finish(at: Boundary, starts: Sequence[Start]) -> list[Attempt]:
     """The frozen student completes each response within the rollout's own limit; verified as whole responses."""
     loop = at.parts.loop
-    stops, limit = boundary.stop_tokens(at.parts.model), loop.rollout.student.max_new_tokens
+    stops, limit = at.parts.model.stops, loop.rollout.student.max_new_tokens
     rest: list[Response] = [Response((), "", (), bool(s.written) and s.written[-1] in stops) for s in starts]
     by_room: dict[int, list[int]] = defaultdict(list)
     for i, start in enumerate(starts):

@@ -39,13 +39,6 @@ def require(tokenizer: Any, section: PromptsSection, stops: Collection[int] = ()
     return [f.text for f in findings]
 
 
-def stop_ids(tokenizer: Any, network: Any) -> set[int]:
-    """The ids that end a response: the model's generation settings' and the tokenizer's."""
-    configured = network.generation_config.eos_token_id
-    ids = configured if isinstance(configured, list) else [configured]
-    return {i for i in [*ids, tokenizer.eos_token_id] if i is not None}
-
-
 def check(tokenizer: Any, section: PromptsSection, stops: Collection[int] = ()) -> list[Finding]:
     """Everything to say about this tokenizer's template under the recipe's `chat_template_kwargs`.
 

@@ -126,7 +126,7 @@ def assemble(
     if model is None:
         life.doing(f"loading {recipe.model.path}")
         model = Model(recipe.model, seed, world, shard=recipe.distributed.shard == "full")
-    notes = templates.require(model.tokenizer, recipe.prompts, templates.stop_ids(model.tokenizer, model.network))
+    notes = templates.require(model.tokenizer, recipe.prompts, model.stops)
     prompts = Prompts(model.tokenizer, recipe.prompts)
     life.doing("reading the data")
     task = config.plugin("task", recipe.task.name).build(recipe.task)
@@ -137,8 +137,7 @@ def assemble(
         verifier = config.plugin("verifier", recipe.verifier.name).build(recipe.verifier)
     method = config.plugin("method", recipe.method.name).build(recipe.method, prompts, recipe.rollout)
     learner = Learner(model, recipe.learner, recipe.run.cycles)
-    # vLLM samples from weights of its own; any other engine from the trainer's.
-    around = nullcontext if recipe.engine.name == "vllm" else model.gathered
+    around = nullcontext if getattr(engine, "own_weights", False) else model.gathered
     lab = Lab(engine, cast(Verifier, verifier), world=world, around=around, tell=life.count)
     loop = Loop(recipe.run.seed, recipe.rollout, problems, prompts, method, lab, learner, model.max_context)
     loop.publish()
@@ -410,7 +409,7 @@ def _save(parts: Session, run: RunFolder, step: int) -> None:
 def _costs(cycle: Cycle) -> dict[str, int]:
     """Samples, tokens and verifier calls of one cycle, by role."""
     student = [a.response for a in cycle.batch.attempts]
-    teacher = [c.response for d in cycle.draws for c in (*d.discarded, *d.continuations)]
+    teacher = [c.response for group in cycle.groups for c in group.drawn]
     return {
         "cost/student_samples": len(student),
         "cost/student_tokens": sum(len(r.tokens) for r in student),

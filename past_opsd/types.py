@@ -98,10 +98,20 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A failed student attempt with the teacher's realised continuations."""
+    """A failed student attempt with the teacher's continuations.
+
+    `continuations` is the realised group, the only one a loss may read. `discarded` is the all-failure group of size
+    G_max that the retry replaced: kept for the records and the cost.
+    """
 
     attempt: Attempt
     continuations: tuple[Attempt, ...]
+    discarded: tuple[Attempt, ...] = ()
+
+    @property
+    def drawn(self) -> tuple[Attempt, ...]:
+        """Everything that was drawn, in order: the replaced group, then the realised one."""
+        return self.discarded + self.continuations
 
     @property
     def successes(self) -> tuple[Attempt, ...]:
@@ -117,6 +127,11 @@ class Group:
     def active(self) -> bool:
         """At least one success; an all-failure group contributes nothing."""
         return bool(self.successes)
+
+    @property
+    def retried(self) -> bool:
+        """A complete group failed and was drawn anew."""
+        return bool(self.discarded)
 
 
 @dataclass(frozen=True, slots=True)

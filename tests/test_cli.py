@@ -245,7 +245,7 @@ def test_an_error_of_the_system_is_told(capsys, monkeypatch: pytest.MonkeyPatch,
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(config, "shipped", fail)
+    monkeypatch.setattr(config, "shipped_descriptions", fail)
     assert run(capsys, "recipes")[::2] == (2, f"past: {said}\n")
 
 
@@ -261,7 +261,7 @@ def test_a_bug_is_called_one(capsys, monkeypatch: pytest.MonkeyPatch):
     def fail() -> None:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(config, "shipped", fail)
+    monkeypatch.setattr(config, "shipped_descriptions", fail)
     code, _, err = run(capsys, "recipes")
     assert (code, err) == (70, "past: this is a bug of past (ZeroDivisionError: oh); PAST_DEBUG=1 shows where\n")
     monkeypatch.setenv("PAST_DEBUG", "1")

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from past_opsd import config, doctor, fused
 from past_opsd.cli import main
 from past_opsd.methods.past import Past
+from past_opsd.pretrained import load_tokenizer
+from past_opsd.prompts import Prompts
 
 
 def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -133,3 +136,68 @@ def test_it_says_what_it_is_doing(capsys):
 def test_no_repeats_are_a_mistake(capsys):
     assert main(["doctor", "embedded/past", "--repeats", "0"]) == 2
     assert "--repeats is 0" in capsys.readouterr().err
+
+
+OWN_METHOD = '''
+"""Reverse KL to the reference-only teacher, with a required option and groups of responses."""
+from pydantic import BaseModel
+
+from past_opsd.losses import Stay
+from past_opsd.methods import Method, distill, require_groups
+from past_opsd.types import View, mean
+
+
+class Options(BaseModel):
+    temperature: float
+
+
+def build(options, prompts, rollout):
+    require_groups(rollout, "this method")
+    return Reverse(options, prompts)
+
+
+class Reverse(Method):
+    def __init__(self, options, prompts):
+        self._temperature, self._prompts = options.temperature, prompts
+
+    def teacher_view(self, attempt):
+        return View("base", self._prompts.reference(attempt.problem))
+
+    def student_terms(self, batch):
+        views = [(a, self.teacher_view(a)) for a in batch.attempts]
+        return mean([distill(a, view, Stay(), self._temperature)] for a, view in views)
+'''
+
+
+@pytest.mark.usefixtures("_offline")
+def test_dry_checks_a_method_of_ones_own(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "ones_own").mkdir()
+    (tmp_path / "ones_own" / "reverse.py").write_text(OWN_METHOD)
+    (tmp_path / "mine.toml").write_text(
+        'extends = "paper/opsd"\nname = "mine"\n[rollout]\nsamples_per_problem = 4\n'
+        '[method]\nname = "ones_own.reverse"\ntemperature = 1.1\n'
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, out = lines(capsys, str(tmp_path / "mine.toml"), "--dry", "--repeats", "1")
+    assert code == 0, out
+    assert "Resume and RNG recovery: on the embedded model" in out
+    copy = doctor.embedded_copy(config.load(tmp_path / "mine.toml"))
+    assert (copy.method.name, copy.method.temperature) == ("ones_own.reverse", 1.1)
+    assert (copy.model.path, copy.rollout.samples_per_problem) == ("embedded", 4)
+
+
+@pytest.mark.parametrize("method", [m for m in config.known("method") if f"paper/{m}" in config.shipped()])
+def test_every_method_of_the_paper_has_a_copy_that_can_be_built(method: str):
+    """`--dry` runs it; words and lengths of the large model's recipe are not those of the embedded one."""
+    recipe = config.load(f"paper/{method}")
+    copy = doctor.small(doctor.embedded_copy(recipe))
+    assert copy.method.name == recipe.method.name
+    prompts = Prompts(load_tokenizer(copy.model), copy.prompts)
+    made = config.plugin("method", copy.method.name).build(copy.method, prompts, copy.rollout)
+    assert made.room(doctor._placeholder(1)) < 256
+
+
+def test_the_table_for_a_method_with_a_phase_before_the_first_cycle(capsys):
+    recipe = doctor.embedded_copy(config.load("paper/sd_zero"))
+    assert recipe.method.revise_correct, "what the method does is the recipe's own"
+    assert [row.passed for row in doctor.runs(recipe, 1, doctor.Watch())] == [1, 1, 1]

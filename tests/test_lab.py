@@ -9,7 +9,7 @@ from past_opsd.types import Problem, Response, Verdict
 
 def test_attempts_come_back_in_order_with_their_own_verdicts(past: Session):
     problems = past.loop.take(0)
-    work = [Work(a.problem, a.view, i) for i, a in enumerate(past.loop.attempts(0))]
+    work = [Work(a.problem, a.view, i) for i, a in enumerate(past.loop.attempts(0, past.loop.take(0)))]
     attempts = past.loop.lab.attempt(work[::-1], past.recipe.rollout.student, past.model.versions)[::-1]
     assert [a.problem for a in attempts] == problems
     for a in attempts:
@@ -26,7 +26,7 @@ def test_the_verifier_reads_the_problem_and_the_response_and_nothing_else(past: 
             seen.extend(items)
             return [Verdict(False, "wrong")] * len(items)
 
-    first = past.loop.attempts(0)
+    first = past.loop.attempts(0, past.loop.take(0))
     lab = Lab(past.loop.lab.engine, Recording())
     made = lab.attempt([Work(a.problem, a.view, 1) for a in first], past.recipe.rollout.student, past.model.versions)
     assert seen == [(a.problem, a.response) for a in made]

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
+
 from past_opsd.engines import Request
 from past_opsd.train import Session, session
+from past_opsd.types import Group, PastError
 
 
 def test_a_cycle_takes_one_step_per_phase_and_publishes_both(past: Session):
     past.loop.cycle(0)
     assert past.learner.steps == {"student": 1, "teacher": 1}
     assert past.model.versions == {"base": 0, "student": 1, "teacher": 1}
-    attempts = past.loop.attempts(1)
+    attempts = past.loop.attempts(1, past.loop.take(1))
     past.loop.lab.engine.sample([Request(attempts[0].view, 1)], past.recipe.rollout.student, past.model.versions)
 
 
@@ -34,7 +39,7 @@ def test_a_problem_that_comes_twice_in_a_cycle_is_sampled_anew(small_recipe):
     settings = ["task.train_problems=4", "rollout.problems_per_cycle=3", "rollout.samples_per_problem=4"]
     with session(small_recipe("embedded/past", *settings)) as parts:
         k = next(k for k in range(20) if len({p.id for p in parts.loop.take(k)}) < 3)
-        attempts = parts.loop.attempts(k)
+        attempts = parts.loop.attempts(k, parts.loop.take(k))
         twice = next(p for p in parts.loop.take(k) if parts.loop.take(k).count(p) == 2)
         texts = [a.response.text for a in attempts if a.problem == twice]
         assert len(texts) == 8
@@ -79,7 +84,7 @@ def test_the_student_reads_the_problem_alone(past: Session):
 def test_teacher_continuations_are_not_student_paths(past: Session):
     cycle = past.loop.cycle(0)
     own = {a.response.tokens for a in cycle.batch.attempts}
-    drawn = {c.response.tokens for d in cycle.draws for c in d.continuations} - own
+    drawn = {c.response.tokens for g in cycle.groups for c in g.continuations} - own
     assert drawn
     assert not drawn & {t.tokens for t in past.loop.method.student_terms(cycle.batch)}
 
@@ -97,7 +102,7 @@ def test_what_does_not_fit_is_dropped_and_counted(small_recipe):
 
 def test_a_cycle_with_nothing_left_takes_no_step(small_recipe):
     with session(small_recipe("embedded/past", "model.max_context=40")) as parts:
-        assert parts.loop.attempts(0) == []
+        assert parts.loop.attempts(0, parts.loop.take(0)) == []
         cycle = parts.loop.cycle(0)
         assert cycle.dropped == parts.recipe.rollout.problems_per_cycle
         assert parts.learner.steps == {"student": 0, "teacher": 0}
@@ -106,7 +111,7 @@ def test_a_cycle_with_nothing_left_takes_no_step(small_recipe):
 def test_repeated_failures_of_one_problem_draw_their_own_continuations(small_recipe):
     recipe = small_recipe("embedded/past", "rollout.samples_per_problem=8", "rollout.problems_per_cycle=1")
     with session(recipe) as parts:
-        attempts = [a for k in range(3) for a in parts.loop.attempts(k)]
+        attempts = [a for k in range(3) for a in parts.loop.attempts(k, parts.loop.take(k))]
         failed = [a for a in attempts if not a.verdict.correct and a.problem == attempts[0].problem]
         failed = [failed[0], failed[0]]
         one, two = parts.loop._draw(0, failed)([(0, 0), (1, 0)])
@@ -115,3 +120,39 @@ def test_repeated_failures_of_one_problem_draw_their_own_continuations(small_rec
         assert [again[0].response.tokens, again[2].response.tokens] == [one.response.tokens, two.response.tokens]
         texts = [c.response.text for c in parts.loop._draw(0, failed)([(i, j) for i in (0, 1) for j in range(8)])]
         assert texts[:8] != texts[8:]
+
+
+def rendered(parts: Session, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each prompt was rendered in cycle 0."""
+    texts: Counter[str] = Counter()
+    real = parts.model.tokenizer.apply_chat_template
+
+    def counting(*args, **kwargs):
+        texts[text := real(*args, **kwargs)] += 1
+        return text
+
+    monkeypatch.setattr(parts.model.tokenizer, "apply_chat_template", counting)
+    parts.loop.cycle(0)
+    return texts
+
+
+def test_eight_attempts_take_sixteen_renders(small_recipe, monkeypatch: pytest.MonkeyPatch):
+    with session(small_recipe("embedded/past", "rollout.problems_per_cycle=8")) as parts:
+        assert rendered(parts, monkeypatch).total() == 16
+
+
+@pytest.mark.parametrize("name", ["opsd", "sft", "h2sd"])
+def test_no_prompt_is_rendered_twice_in_a_cycle(small_recipe, monkeypatch: pytest.MonkeyPatch, name: str):
+    samples = "rollout.samples_per_problem=1" if name == "sft" else "rollout.samples_per_problem=3"
+    with session(small_recipe(f"embedded/{name}", samples)) as parts:
+        texts = rendered(parts, monkeypatch)
+        assert set(texts.values()) == {1}
+        again = parts.loop.prompts.student(parts.loop.problems[0])
+        assert again == parts.loop.prompts.student(parts.loop.problems[0])
+        assert texts.total() > len(texts), "what a cycle rendered is forgotten at its end"
+
+
+def test_a_method_that_explores_some_failures_alone_is_refused(past: Session, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(past.loop.method, "explore", lambda failed, draw: [Group(a, ()) for a in failed[1:]])
+    with pytest.raises(PastError, match="a Group for every failed attempt, in order, or none"):
+        past.loop.cycle(0)

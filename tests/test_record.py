@@ -56,7 +56,7 @@ def test_attempts_are_read_as_they_were(recorded):
 def test_continuations_name_their_trajectory(recorded):
     _, cycles, folder = recorded
     rows = pq.read_table(folder / "continuations" / "cycle-00000.parquet").to_pylist()
-    assert len(rows) == sum(d.samples for d in cycles[0].draws)
+    assert len(rows) == sum(len(g.drawn) for g in cycles[0].groups)
     attempts = cycles[0].batch.attempts
     for row in rows:
         assert attempts[row["trajectory"]].problem.id == row["problem"]
@@ -64,12 +64,23 @@ def test_continuations_name_their_trajectory(recorded):
         assert row["adapter"] == "teacher"
 
 
+def test_failures_that_are_alike_keep_their_own_continuations(past: Session, tmp_path: Path):
+    cycle = past.loop.cycle(0)
+    first, second = cycle.groups[:2]
+    twin = replace(second, attempt=first.attempt)
+    batch = replace(cycle.batch, failed=(first.attempt, twin.attempt))
+    Recorder(tmp_path).cycle(0, replace(cycle, batch=batch, groups=[first, twin]), {}, {})
+    rows = pq.read_table(tmp_path / "continuations" / "cycle-00000.parquet").to_pylist()
+    at = len(batch.correct)
+    assert [row["trajectory"] for row in rows] == [at] * len(first.drawn) + [at + 1] * len(second.drawn)
+
+
 def test_metrics_count_what_happened(recorded):
     _, cycles, folder = recorded
     line = RunFolder(folder).read_metrics()[0]
     correct, failed = len(cycles[0].batch.correct), len(cycles[0].batch.failed)
     assert line["rollout/success"] == pytest.approx(correct / (correct + failed))
-    assert line["failed/samples"] == sum(d.samples for d in cycles[0].draws)
+    assert line["failed/samples"] == sum(len(g.drawn) for g in cycles[0].groups)
     shares = line["failed/mixed"] + line["failed/all_success"] + line["failed/skipped"]
     assert shares == pytest.approx(1.0)
     assert sum(v for k, v in line.items() if k.startswith("rollout/reason/")) == correct + failed

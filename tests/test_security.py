@@ -449,7 +449,7 @@ def test_a_key_goes_to_no_server_of_a_strangers_recipe(
             assert cli.main([command, str(run)]) == 2
             said = capsys.readouterr().err
             assert f"engine.urls: prompts and VLLM_API_KEY to {theirs.url}" in said
-            assert "--trust (or name the servers in PAST_VLLM_HOSTS)" in said
+            assert "which PAST_VLLM_HOSTS does not name" in said
             assert "secret" not in said
         (found,) = find([run])
         browser = trajectories.collect(data.methods([found]), 1)

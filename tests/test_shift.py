@@ -206,7 +206,7 @@ Whole = tuple[int, Response, float]
 
 def enumerate_completions(at: Boundary, prefix: Prefix, roots: list[tuple[int, ...]]) -> Iterator[Whole]:
     """Every whole response that begins with a root: which root, the response, its probability given the root."""
-    stops, limit = boundary.stop_tokens(at.parts.model), at.parts.loop.rollout.student.max_new_tokens
+    stops, limit = at.parts.model.stops, at.parts.loop.rollout.student.max_new_tokens
     decode = at.parts.model.tokenizer.decode
     level = [(root, y, 1.0) for root, y in enumerate(roots)]
     while level:
@@ -303,7 +303,7 @@ def test_a_started_response_is_finished_within_the_rollouts_limit(opened: Bounda
     y, limit = a.response.tokens, opened.parts.loop.rollout.student.max_new_tokens
     prefix = Prefix(a.problem, a.view.prompt, y[:3], a.response.logprobs[:3], len(y))
     full = (*y[:3], *[y[3]] * (limit - 3))
-    assert not boundary.stop_tokens(opened.parts.model) & set(full)
+    assert not opened.parts.model.stops & set(full)
     starts = [Start(prefix, y, (), 1), Start(prefix, full, (), 1), Start(prefix, full[:-1], (), 1)]
     starts += [Start(prefix, y[:3], y_logprobs, seed) for seed, y_logprobs in enumerate([(0.0,) * 3] * 6)]
     ended, cut, last, *rest = shift.finish(opened, starts)

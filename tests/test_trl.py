@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import shutil
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -670,6 +671,11 @@ def test_reward_functions_are_called_as_trl_calls_them():
             assert level == ["hard"] * len(completions)
             return [None if c == "?" else 1.0 for c in completions]
 
+    def named(completions, problem, id, completion_ids):
+        assert (problem, id, completion_ids) == (["x"] * 2, ["p"] * 2, [[1]] * 2)
+        return [1.0, 0.0]
+
+    assert answers(["7", "8"], [named]) == ["correct", "wrong"]
     assert answers(["7", "8"], [picky]) == ["correct", "wrong"]
     assert answers(["7", "8"], [picky, slow], [1.0, 2.0]) == ["correct", "correct"]
     assert answers(["7", "8"], [picky, slow], [0.5, 0.8], 0.9) == ["correct", "wrong"]
@@ -724,7 +730,8 @@ def test_names_of_trl_become_the_recipes(tmp_path: Path):
     assert made.prompts.student == "{problem}"
     assert "{student_output}" in made.prompts.hindsight
     assert made.evaluation.at == [0.0, 1.0]
-    assert config.dump(config.from_dump(config.dump(made))) == config.dump(made)
+    again = config.validate(tomllib.loads(config.to_toml(made)), {}, "what was written")
+    assert config.dump(again) == config.dump(made)
 
 
 def test_the_papers_teacher_prompt_is_the_default(tmp_path: Path):

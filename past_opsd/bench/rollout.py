@@ -94,7 +94,6 @@ def _with_peft(model: Model, prompts: Sequence[Tokens], sampling: Sampling, batc
 
 def _generate(model: Model, network: Any, prompts: Sequence[Tokens], sampling: Sampling, batch: int) -> list[int]:
     """transformers' own sampler, as a trainer calls it: left-padded batches, each until its last sequence ends."""
-    ends = {model.tokenizer.eos_token_id, *_ids(cast(Any, model.network).generation_config.eos_token_id)}
     lengths: list[int] = []
     for start in range(0, len(prompts), batch):
         part = prompts[start : start + batch]
@@ -113,18 +112,14 @@ def _generate(model: Model, network: Any, prompts: Sequence[Tokens], sampling: S
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 max_new_tokens=sampling.max_new_tokens,
-                eos_token_id=sorted(ends),
+                eos_token_id=sorted(model.stops),
                 pad_token_id=0,
             )
-        lengths += [_length(row, ends) for row in output[:, width:].tolist()]
+        lengths += [_length(row, model.stops) for row in output[:, width:].tolist()]
     return lengths
 
 
-def _ids(value: int | list[int] | None) -> list[int]:
-    return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _length(row: Sequence[int], ends: set[int]) -> int:
+def _length(row: Sequence[int], ends: frozenset[int]) -> int:
     """Tokens up to and with the first end."""
     return next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
 

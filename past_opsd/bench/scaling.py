@@ -159,7 +159,7 @@ def make_model(folder: str, vocabulary: int, hidden: int) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(17)
         LlamaForCausalLM(shape).save_pretrained(folder)
-    load_tokenizer(ModelSection(path="embedded")).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+    load_tokenizer(ModelSection(path="embedded")).save_pretrained(folder)
 
 
 def _side(pipe: Connection, folder: str, threads: int) -> None:
@@ -170,7 +170,7 @@ def _side(pipe: Connection, folder: str, threads: int) -> None:
         key = (setup.sizes.vocabulary, checkpointing)
         if key not in models:
             models[key] = Model(_model_section(_folder(folder, key[0]), checkpointing), seed=1)
-        section = LearnerSection(token_budget=setup.budget, loss_memory_mib=setup.loss_mib)  # pyright: ignore[reportCallIssue]
+        section = LearnerSection(token_budget=setup.budget, loss_memory_mib=setup.loss_mib)
         return Learner(models[key], section, 1000)
 
     def step(setup: Setup) -> tuple[float, float]:
@@ -196,10 +196,8 @@ def _side(pipe: Connection, folder: str, threads: int) -> None:
 
 
 def _model_section(path: str, checkpointing: bool) -> ModelSection:
-    lora = LoraSection(rank=8, alpha=16.0)  # pyright: ignore[reportCallIssue]
-    return ModelSection(  # pyright: ignore[reportCallIssue]
-        path=path, device="cpu", dtype="float32", gradient_checkpointing=checkpointing, lora=lora
-    )
+    lora = LoraSection(rank=8, alpha=16.0)
+    return ModelSection(path=path, device="cpu", dtype="float32", gradient_checkpointing=checkpointing, lora=lora)
 
 
 def _loss_memory(model: Model, setup: Setup) -> float | None:

@@ -1,6 +1,7 @@
 """Rollout engines: token ids in, token ids and log-probabilities out.
 
-An engine module holds `Options` (its keys in the recipe's `[engine]`) and `build(options, model)`.
+An engine module holds `Options` (its keys in the recipe's `[engine]`, a `config.EngineOptions`) and
+`build(options, model)`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class StaleAdapterError(PastError):
 class Engine(Protocol):
     """Samples complete responses from published adapters.
 
-    One with an attribute `tell` calls it with how many of how many responses are drawn, as they come.
+    One with an attribute `tell` calls it with how many of how many responses are drawn, as they come. One with
+    `own_weights = True` samples from weights of its own; any other from the trainer's, which are put together for it.
     """
 
     def publish(self, adapter: Adapter, version: int) -> None:

@@ -8,18 +8,17 @@ A request's seed alone decides its tokens (`_draw.py`), so the rest of the batch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from past_opsd.config import Sampling
+from past_opsd.config import EngineOptions, Sampling
 from past_opsd.engines import Request, StaleAdapterError
 from past_opsd.lazy import Lazy
-from past_opsd.types import Adapter, PastError, Response
+from past_opsd.types import Adapter, Response
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from past_opsd.engines import _draw, _rows
     from past_opsd.model import Model
@@ -27,12 +26,10 @@ else:
     torch, _draw, _rows = Lazy("torch"), Lazy("past_opsd.engines._draw"), Lazy("past_opsd.engines._rows")
 
 
-class Options(BaseModel):
+class Options(EngineOptions):
     """The embedded torch engine."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    batch: int = Field(64, ge=1, description="sequences decoded together")
+    batch: int = Field(default=64, ge=1, description="sequences decoded together")
 
 
 def build(options: Options, model: Model) -> TorchEngine:
@@ -48,7 +45,7 @@ class TorchEngine:
         self._options = options
         self._model = model
         self._published: dict[Adapter, int] = {"base": 0}
-        self._eos = _stop_tokens(model)
+        self._eos = torch.tensor(sorted(model.stops), dtype=torch.long, device=model.device)
         self.tell: Callable[[int, int], None] = lambda done, total: None
 
     def publish(self, adapter: Adapter, version: int) -> None:
@@ -135,14 +132,3 @@ class TorchEngine:
             Response(tuple(ids), text, tuple(logps), ids[-1] in ends)
             for (ids, logps), text in zip(drawn, texts, strict=True)
         ]
-
-
-def _stop_tokens(model: Model) -> Tensor:
-    configured = cast(Any, model.network).generation_config.eos_token_id
-    ids = configured if isinstance(configured, list) else [configured]
-    ids = {i for i in [*ids, model.tokenizer.eos_token_id] if i is not None}
-    if not ids:
-        raise PastError(
-            f"model '{model.section.path}' names no end-of-sequence token, so no response could ever finish"
-        )
-    return torch.tensor(sorted(ids), device=model.device)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from past_opsd.config import Sampling
 from past_opsd.engines import Request, StaleAdapterError
-from past_opsd.engines.torch import _stop_tokens
 from past_opsd.engines.vllm_backend import Backend, Draw, Drawn, Options, Probe, Served
 from past_opsd.lazy import Lazy
 from past_opsd.losses import at_tokens
@@ -44,7 +43,7 @@ ROWS = 128
 
 def build(options: Options, model: Model) -> VllmEngine:
     """The engine for this model; vLLM's base is compared with the trainer's before anything is served."""
-    stop = _stop_tokens(model).tolist()
+    stop = sorted(model.stops)
     if options.mode == "local" and not model.world.alone:
         raise PastError(
             "engine.mode = 'local' runs vLLM inside one process, but there are several: start servers with "
@@ -67,11 +66,12 @@ def build(options: Options, model: Model) -> VllmEngine:
 class VllmEngine:
     """Publishes the trainer's adapters to vLLM and samples from them."""
 
+    own_weights = True
+
     def __init__(self, options: Options, model: Model, connect: Callable[[Served, float], Backend]):
         self._options = options
         self._model = model
         self._bound = options.mismatch_bound or (1e-3 if model.head.dtype == torch.float32 else 0.05)
-        self._stop = frozenset(_stop_tokens(model).tolist())
         self._number = 0
         self._differences: list[np.ndarray] = []
         self._world = model.world
@@ -119,10 +119,10 @@ class VllmEngine:
         return responses
 
     def _responses(self, drawn: Sequence[Drawn]) -> list[Response]:
+        stops = self._model.stops
         texts = self._model.tokenizer.batch_decode([list(d.tokens) for d in drawn], skip_special_tokens=True)
         return [
-            Response(d.tokens, text, d.logprobs, d.tokens[-1] in self._stop)
-            for d, text in zip(drawn, texts, strict=True)
+            Response(d.tokens, text, d.logprobs, d.tokens[-1] in stops) for d, text in zip(drawn, texts, strict=True)
         ]
 
     def metrics(self) -> dict[str, float]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-from past_opsd.config import ModelSection, Sampling
+from past_opsd.config import EngineOptions, ModelSection, Sampling
 from past_opsd.lazy import Lazy
 from past_opsd.pretrained import hardware, locate
 from past_opsd.types import PastError, Tokens
@@ -52,32 +52,47 @@ SEED = "past_seed"
 """The extra argument under which a request brings the seed of its draws."""
 TOP = 20
 """Entries of a probe's distribution that are compared; vLLM returns no more unless told to."""
-GREEDY = Sampling(temperature=0, max_new_tokens=1)  # pyright: ignore[reportCallIssue]
+GREEDY = Sampling(temperature=0, max_new_tokens=1)
 
 
-class Options(BaseModel):
+class Options(EngineOptions):
     """The vLLM engine."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    mode: Literal["local", "server"] = Field("local", description="inside this process, or servers ('past serve')")
-    urls: list[str] = Field(["http://127.0.0.1:8000"], min_length=1, description="the servers; requests are spread")
-    max_model_len: int | None = Field(None, ge=8, description="prompt + response limit; default: the trainer's")
-    gpu_memory_utilization: float | None = Field(
-        None, gt=0, le=1, description="share of the GPU that vLLM takes; default 0.4 inside this process, else vLLM's"
+    mode: Literal["local", "server"] = Field(
+        default="local", description="inside this process, or servers ('past serve')"
     )
-    arguments: dict[str, Any] = Field({}, description="further arguments of vLLM, e.g. { tensor_parallel_size = 2 }")
-    in_flight: int = Field(128, ge=1, description="requests sent to one server at a time")
-    timeout_seconds: float = Field(1800.0, gt=0, description="a request without an answer for so long has failed")
-    retries: int = Field(3, ge=0, description="how often one request may fail before the run gives up")
-    patience_seconds: float = Field(600.0, ge=0, description="how long to wait for a server that died to return")
+    urls: list[str] = Field(
+        default=["http://127.0.0.1:8000"], min_length=1, description="the servers; requests are spread"
+    )
+    max_model_len: int | None = Field(default=None, ge=8, description="prompt + response limit; default: the trainer's")
+    gpu_memory_utilization: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="share of the GPU that vLLM takes; default 0.4 inside this process, else vLLM's",
+    )
+    arguments: dict[str, Any] = Field(
+        default={}, description="further arguments of vLLM, e.g. { tensor_parallel_size = 2 }"
+    )
+    in_flight: int = Field(default=128, ge=1, description="requests sent to one server at a time")
+    timeout_seconds: float = Field(
+        default=1800.0, gt=0, description="a request without an answer for so long has failed"
+    )
+    retries: int = Field(default=3, ge=0, description="how often one request may fail before the run gives up")
+    patience_seconds: float = Field(
+        default=600.0, ge=0, description="how long to wait for a server that died to return"
+    )
     mismatch_bound: float | None = Field(
-        None,
+        default=None,
         gt=0,
         description="largest mean |log-probability difference| to the trainer; default 0.001 in float32, 0.05",
     )
-    mismatch_samples: int = Field(2, ge=0, description="responses of each batch and adapter compared with the trainer")
-    adapter_folder: str | None = Field(None, description="where adapters are handed over; every server must see it")
+    mismatch_samples: int = Field(
+        default=2, ge=0, description="responses of each batch and adapter compared with the trainer"
+    )
+    adapter_folder: str | None = Field(
+        default=None, description="where adapters are handed over; every server must see it"
+    )
 
     @field_validator("urls")
     @classmethod
@@ -103,6 +118,22 @@ class Options(BaseModel):
         if "trust_remote_code" in arguments:
             raise ValueError("'trust_remote_code' is decided by model.trust_remote_code")
         return arguments
+
+    @property
+    def elsewhere(self) -> bool:
+        return self.mode == "server"
+
+    def unvouched(self) -> list[str]:
+        arguments = {k: v for k, v in self.arguments.items() if k not in HARMLESS or not isinstance(v, int | float)}
+        found = [f"engine.arguments.{key} = {value!r:.80}" for key, value in arguments.items()]
+        if self.mode == "server":
+            known = {host.strip().lower() for host in os.environ.get(HOSTS, "").split(",")}
+            urls = [url for url in self.urls if not known & {urlsplit(url).netloc.lower(), urlsplit(url).hostname}]
+            sent = "prompts and VLLM_API_KEY" if os.environ.get("VLLM_API_KEY") else "prompts"
+            found += [f"engine.urls: {sent} to {url}, which {HOSTS} does not name" for url in urls]
+        if self.adapter_folder is not None:
+            found.append(f"engine.adapter_folder = {self.adapter_folder!r}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -228,20 +259,6 @@ def arguments(section: ModelSection, options: Options) -> dict[str, Any]:
     if taken:
         raise PastError(f"engine.arguments: '{taken[0]}' is decided by the recipe and cannot be set there")
     return chosen | options.arguments
-
-
-def unvouched(options: Options, given: Mapping[str, str] = os.environ) -> list[str]:
-    """What needs a person's word before it is done for somebody else's recipe, as `key = value`."""
-    arguments = {k: v for k, v in options.arguments.items() if k not in HARMLESS or not isinstance(v, int | float)}
-    found = [f"engine.arguments.{key} = {value!r:.80}" for key, value in arguments.items()]
-    if options.mode == "server":
-        known = {host.strip().lower() for host in given.get(HOSTS, "").split(",")}
-        urls = [url for url in options.urls if not known & {urlsplit(url).netloc.lower(), urlsplit(url).hostname}]
-        sent = "prompts and VLLM_API_KEY" if given.get("VLLM_API_KEY") else "prompts"
-        found += [f"engine.urls: {sent} to {url}" for url in urls]
-    if options.adapter_folder is not None:
-        found.append(f"engine.adapter_folder = {options.adapter_folder!r}")
-    return found
 
 
 def environment(section: ModelSection, given: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -47,7 +47,7 @@ class Request:
             top_p=params.top_p,
             top_k=max(params.top_k, 0),
             min_p=params.min_p,
-        )  # pyright: ignore[reportCallIssue]
+        )
         return Request(sampling, None if seed is None or greedy else int(seed), written)
 
     @property

@@ -1,7 +1,7 @@
 """Methods: one file each, none importing another.
 
 A method turns one routed batch into teacher terms and student terms; it does no tensor work. Its module holds
-`Options` (its keys in the recipe's `[method]`) and `build(options, prompts, rollout)`.
+`Options` (its keys in the recipe's `[method]`, a `config.MethodOptions`) and `build(options, prompts, rollout)`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from past_opsd.config import RolloutSection, Sampling
 from past_opsd.prompts import Prompts
-from past_opsd.sampling import Draw, Draws
+from past_opsd.sampling import Round
 from past_opsd.types import Adapter, Attempt, Batch, Group, PastError, Problem, Term, View, Work
 
 
@@ -68,6 +68,9 @@ class Method:
     explores = False
     """Whether the teacher draws continuations of failed responses."""
 
+    tells_outcome = False
+    """Whether the teacher reads another message by outcome, by the method's definition."""
+
     def prepare(self, tools: Tools) -> None:
         """Work before the first cycle: a first training phase, offline hints. Part of boundary 0."""
 
@@ -79,8 +82,8 @@ class Method:
         """The privileged view that reads this attempt; the attempt's own view where there is none."""
         return attempt.view
 
-    def explore(self, failed: Sequence[Attempt], draw: Draw) -> list[Draws]:
-        """Teacher continuations for the failed attempts, one `Draws` each; empty when the method draws none."""
+    def explore(self, failed: Sequence[Attempt], draw: Round) -> list[Group]:
+        """Teacher continuations for the failed attempts, a `Group` each; empty when the method draws none."""
         return []
 
     def teacher_terms(self, batch: Batch, groups: Sequence[Group]) -> list[Term]:
@@ -91,7 +94,7 @@ class Method:
         """The student's objective."""
         raise NotImplementedError
 
-    def end_cycle(self, draws: Sequence[Draws]) -> None:
+    def end_cycle(self, groups: Sequence[Group]) -> None:
         """Move whatever the method carries from cycle to cycle."""
 
     def sync(self) -> float:

@@ -16,20 +16,20 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from past_opsd.config import RolloutSection, Section
+from past_opsd.config import MethodOptions, RolloutSection
 from past_opsd.losses import Reinforce, Stay
 from past_opsd.methods import Method, require_groups
 from past_opsd.prompts import Prompts
 from past_opsd.types import Attempt, Batch, Term, View, by_problem, group_advantages, mean, scale
 
 
-class Options(Section):
+class Options(MethodOptions):
     """GRPO on the student."""
 
     former = ("epsilon",)
 
-    advantage_eps: float = Field(1e-4, ge=0, description="added to the group's standard deviation")
-    beta: float = Field(0.0, ge=0, description="weight of the exact KL to the initial policy; 0 leaves it out")
+    advantage_eps: float = Field(default=1e-4, ge=0, description="added to the group's standard deviation")
+    beta: float = Field(default=0.0, ge=0, description="weight of the exact KL to the initial policy; 0 leaves it out")
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Grpo:

@@ -22,14 +22,14 @@ from typing import Any
 
 from pydantic import Field
 
-from past_opsd.config import RolloutSection, Section
+from past_opsd.config import MethodOptions, RolloutSection
 from past_opsd.losses import ModulatedReinforce, Reinforce, Stay
 from past_opsd.methods import Method, Tools, distill, require_groups
 from past_opsd.prompts import Prompts
-from past_opsd.sampling import Draws
 from past_opsd.types import (
     Attempt,
     Batch,
+    Group,
     PastError,
     Problem,
     Term,
@@ -51,22 +51,36 @@ COUNTS = (
 )
 
 
-class Options(Section):
+class Options(MethodOptions):
     """H2SD, a reconstruction."""
 
     former = ("epsilon",)
 
-    strength: float = Field(0.5, ge=0, le=1, description="lam: how far the rephrasing view scales the advantage")
-    strength_cycles: int = Field(50, ge=0, description="lam falls linearly to 0 over so many cycles; 0 keeps it")
-    width: float = Field(0.2, ge=0, le=1, description="the scale of one token's advantage stays within 1 +- width")
-    advantage_eps: float = Field(1e-4, ge=0, description="added to the group's standard deviation")
-    alpha_fail: float = Field(1.0, ge=0, description="weight of the KL to the hinted view on failures; 0 leaves it out")
-    tau: float = Field(math.inf, gt=0, description="clip of one vocabulary entry's contribution to that KL")
-    punish_failures: bool = Field(False, description="failures also take their group's negative advantage")
-    temperature: float = Field(1.0, gt=0, description="both views' logits are divided by this in the KL")
-    hint_tries: int = Field(4, ge=0, description="responses in which the base may write a hint that verifies")
-    hint_limit: int = Field(1000, ge=0, description="most problems without a hint column for which hints are written")
-    fallback_tokens: int = Field(256, ge=1, description="tokens of the reference that stand in for a hint")
+    strength: float = Field(
+        default=0.5, ge=0, le=1, description="lam: how far the rephrasing view scales the advantage"
+    )
+    strength_cycles: int = Field(
+        default=50, ge=0, description="lam falls linearly to 0 over so many cycles; 0 keeps it"
+    )
+    width: float = Field(
+        default=0.2, ge=0, le=1, description="the scale of one token's advantage stays within 1 +- width"
+    )
+    advantage_eps: float = Field(default=1e-4, ge=0, description="added to the group's standard deviation")
+    alpha_fail: float = Field(
+        default=1.0, ge=0, description="weight of the KL to the hinted view on failures; 0 leaves it out"
+    )
+    tau: float = Field(default=math.inf, gt=0, description="clip of one vocabulary entry's contribution to that KL")
+    punish_failures: bool = Field(default=False, description="failures also take their group's negative advantage")
+    temperature: float = Field(default=1.0, gt=0, description="both views' logits are divided by this in the KL")
+    hint_tries: int = Field(default=4, ge=0, description="responses in which the base may write a hint that verifies")
+    hint_limit: int = Field(
+        default=1000, ge=0, description="most problems without a hint column for which hints are written"
+    )
+    fallback_tokens: int = Field(default=256, ge=1, description="tokens of the reference that stand in for a hint")
+
+    @property
+    def reads_response(self) -> bool:
+        return True
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> H2sd:
@@ -80,6 +94,8 @@ def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> H2sd:
 
 class H2sd(Method):
     """Modulated policy gradient on successes, hinted reverse KL on failures."""
+
+    tells_outcome = True
 
     def __init__(self, options: Options, prompts: Prompts, rollout: RolloutSection):
         self._o = options
@@ -183,7 +199,7 @@ class H2sd(Method):
             temperature=self._rollout.student.temperature,
         )
 
-    def end_cycle(self, draws: Sequence[Draws]) -> None:
+    def end_cycle(self, groups: Sequence[Group]) -> None:
         self._cycle += 1
 
     def metrics(self) -> dict[str, float]:

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from past_opsd.config import RolloutSection, Section
+from past_opsd.config import MethodOptions, RolloutSection
 from past_opsd.losses import GeneralizedJSD, Match
 from past_opsd.methods import Method, distill
 from past_opsd.prompts import Prompts
 from past_opsd.types import Attempt, Batch, Term, View, mean
 
 
-class Options(Section):
+class Options(MethodOptions):
     """On-policy distillation from a separate teacher model."""
 
-    tau: float = Field(float("inf"), gt=0, description="clip of one vocabulary entry's contribution; inf is exact")
-    beta: float = Field(0.0, ge=0, le=1, description="0 is KL(teacher, student), 1 the reverse, between them the JSD")
-    temperature: float = Field(1.0, gt=0, description="both models' logits are divided by this")
+    tau: float = Field(
+        default=float("inf"), gt=0, description="clip of one vocabulary entry's contribution; inf is exact"
+    )
+    beta: float = Field(
+        default=0.0, ge=0, le=1, description="0 is KL(teacher, student), 1 the reverse, between them the JSD"
+    )
+    temperature: float = Field(default=1.0, gt=0, description="both models' logits are divided by this")
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Opd:

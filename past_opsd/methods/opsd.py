@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from past_opsd.config import RolloutSection, Section
+from past_opsd.config import MethodOptions, RolloutSection
 from past_opsd.losses import Match
 from past_opsd.methods import Method, Tools, distill
 from past_opsd.prompts import Prompts
@@ -22,13 +22,17 @@ Kind = Literal["base", "current", "ema"]
 WEIGHTS: dict[Kind, Adapter] = {"base": "base", "current": "student", "ema": "teacher"}
 
 
-class Options(Section):
+class Options(MethodOptions):
     """Vanilla OPSD."""
 
-    tau: float = Field(0.05, gt=0, description="clip of one vocabulary entry's contribution; inf is exact KL")
-    temperature: float = Field(1.0, gt=0, description="both views' logits are divided by this")
-    teacher: Kind = Field("base", description="the teacher's weights: initial, the student's own, or their average")
-    ema_decay: float = Field(0.999, ge=0, lt=1, description="what the 'ema' teacher keeps of itself a cycle")
+    baseline = True
+
+    tau: float = Field(default=0.05, gt=0, description="clip of one vocabulary entry's contribution; inf is exact KL")
+    temperature: float = Field(default=1.0, gt=0, description="both views' logits are divided by this")
+    teacher: Kind = Field(
+        default="base", description="the teacher's weights: initial, the student's own, or their average"
+    )
+    ema_decay: float = Field(default=0.999, ge=0, lt=1, description="what the 'ema' teacher keeps of itself a cycle")
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Opsd:

@@ -16,45 +16,56 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from past_opsd.config import RolloutSection, Section
+from past_opsd.config import MethodOptions, RolloutSection
 from past_opsd.losses import GeneralizedJSD, Imitate, Loss, Match, Reinforce, SampledToken, Stay, TopK
 from past_opsd.methods import Method, distill
 from past_opsd.prompts import Prompts
-from past_opsd.sampling import Controller, ControllerOptions, Draw, Draws, adaptive, fixed
+from past_opsd.sampling import Controller, ControllerOptions, Round, adaptive, fixed
 from past_opsd.types import Attempt, Batch, Group, Term, View, group_advantages, mean, scale
 
 
-class Options(Section):
+class Options(MethodOptions):
     """PAST, with the paper's ablations as options."""
 
     former = ("epsilon",)
+    headline = True
 
-    trajectory: bool = Field(True, description="the teacher reads the student's complete response")
-    train_teacher: bool = Field(True, description="adapt the teacher; off keeps the initial weights")
-    branches: Literal["both", "correct", "failed"] = Field("both", description="branches that adapt the teacher")
-    objective: Literal["kl", "sampled_token", "jsd", "kl_ce", "top_k"] = Field(
-        "kl", description="distribution matching on correct trajectories and in distillation"
+    trajectory: bool = Field(default=True, description="the teacher reads the student's complete response")
+    train_teacher: bool = Field(default=True, description="adapt the teacher; off keeps the initial weights")
+    branches: Literal["both", "correct", "failed"] = Field(
+        default="both", description="branches that adapt the teacher"
     )
-    tau: float = Field(0.05, gt=0, description="clip of one vocabulary entry's contribution; inf is exact KL")
-    clip_correct: bool = Field(True, description="clip the correct branch at tau (off: exact KL there)")
-    clip_failed: bool = Field(False, description="clip the failed-path KL at tau too (the paper keeps it exact)")
-    jsd_beta: float = Field(0.5, gt=0, lt=1, description="weight of the frozen view in the JSD mixture")
-    ce_weight: float = Field(1.0, ge=0, description="weight of the cross-entropy in 'kl_ce'")
-    top_k: int = Field(100, ge=1, description="entries kept in 'top_k'")
-    top_k_tail: bool = Field(False, description="'top_k' keeps the rest of the mass as one bucket")
-    beta_kl: float = Field(0.05, ge=0, description="weight of the failed-path KL to the student")
-    advantage_eps: float = Field(1e-4, ge=0, description="added to the group's standard deviation")
-    temperature: float = Field(1.0, gt=0, description="both views' logits are divided by this in matching and KL")
-    sampler: Literal["adaptive", "fixed"] = Field("adaptive", description="how the failed branch draws continuations")
-    group_max: int = Field(8, ge=1, description="G_max; the group size of 'fixed'")
-    warmup_cycles: int = Field(10, ge=0, description="cycles before G_base may fall")
-    ema_decay: float = Field(0.9, ge=0, lt=1, description="decay of the teacher-success average")
-    success_threshold: float = Field(0.4, ge=0, le=1, description="G_base falls while the average stays at or above")
-    patience: int = Field(5, ge=1, description="cycles at or above the threshold before each step down")
+    objective: Literal["kl", "sampled_token", "jsd", "kl_ce", "top_k"] = Field(
+        default="kl", description="distribution matching on correct trajectories and in distillation"
+    )
+    tau: float = Field(default=0.05, gt=0, description="clip of one vocabulary entry's contribution; inf is exact KL")
+    clip_correct: bool = Field(default=True, description="clip the correct branch at tau (off: exact KL there)")
+    clip_failed: bool = Field(
+        default=False, description="clip the failed-path KL at tau too (the paper keeps it exact)"
+    )
+    jsd_beta: float = Field(default=0.5, gt=0, lt=1, description="weight of the frozen view in the JSD mixture")
+    ce_weight: float = Field(default=1.0, ge=0, description="weight of the cross-entropy in 'kl_ce'")
+    top_k: int = Field(default=100, ge=1, description="entries kept in 'top_k'")
+    top_k_tail: bool = Field(default=False, description="'top_k' keeps the rest of the mass as one bucket")
+    beta_kl: float = Field(default=0.05, ge=0, description="weight of the failed-path KL to the student")
+    advantage_eps: float = Field(default=1e-4, ge=0, description="added to the group's standard deviation")
+    temperature: float = Field(
+        default=1.0, gt=0, description="both views' logits are divided by this in matching and KL"
+    )
+    sampler: Literal["adaptive", "fixed"] = Field(
+        default="adaptive", description="how the failed branch draws continuations"
+    )
+    group_max: int = Field(default=8, ge=1, description="G_max; the group size of 'fixed'")
+    warmup_cycles: int = Field(default=10, ge=0, description="cycles before G_base may fall")
+    ema_decay: float = Field(default=0.9, ge=0, lt=1, description="decay of the teacher-success average")
+    success_threshold: float = Field(
+        default=0.4, ge=0, le=1, description="G_base falls while the average stays at or above"
+    )
+    patience: int = Field(default=5, ge=1, description="cycles at or above the threshold before each step down")
 
     @model_validator(mode="after")
     def _possible(self) -> Options:
@@ -63,6 +74,17 @@ class Options(Section):
         if self.objective == "sampled_token" and not self.clip_correct:
             raise ValueError("clip_correct = false has no meaning with objective = 'sampled_token', which never clips")
         return self
+
+    @property
+    def continuations(self) -> int:
+        return self.group_max if self.train_teacher else 0
+
+    @property
+    def reads_response(self) -> bool:
+        return self.trajectory
+
+    def small(self, most: int) -> Self:
+        return self.model_copy(update={"group_max": min(self.group_max, most)})
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Past:
@@ -95,12 +117,12 @@ class Past(Method):
             prompt = self._prompts.removed(attempt.problem)
         return View("teacher" if self._o.train_teacher else "base", prompt)
 
-    def explore(self, failed: Sequence[Attempt], draw: Draw) -> list[Draws]:
+    def explore(self, failed: Sequence[Attempt], draw: Round) -> list[Group]:
         if not self.explores:
             return []
         if self._o.sampler == "fixed":
-            return fixed(len(failed), self._o.group_max, draw)
-        return adaptive(len(failed), self._controller.base, self._o.group_max, draw)
+            return fixed(failed, self._o.group_max, draw)
+        return adaptive(failed, self._controller.base, self._o.group_max, draw)
 
     def teacher_terms(self, batch: Batch, groups: Sequence[Group]) -> list[Term]:
         """[eq:teacher-active-branch-loss]: examples within a branch first, then the active branches."""
@@ -182,9 +204,9 @@ class Past(Method):
             case "sampled_token":
                 return SampledToken()
 
-    def end_cycle(self, draws: Sequence[Draws]) -> None:
-        samples = sum(d.samples for d in draws)
-        self._controller = self._controller.update(sum(d.successes for d in draws), samples)
+    def end_cycle(self, groups: Sequence[Group]) -> None:
+        successes, samples = sum(len(g.successes) for g in groups), sum(len(g.drawn) for g in groups)
+        self._controller = self._controller.update(successes, samples)
 
     def metrics(self) -> dict[str, float]:
         return {"sampling/g_base": self._controller.base, "sampling/success_ema": self._controller.ema or 0.0}

@@ -15,51 +15,54 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from past_opsd.config import RolloutSection, Sampling, Section
+from past_opsd.config import MethodOptions, RolloutSection, Sampling
 from past_opsd.losses import Imitate, MixedTopK, Stay
 from past_opsd.methods import Method, Tools, distill
 from past_opsd.prompts import Prompts
-from past_opsd.sampling import Draws
-from past_opsd.types import Attempt, Batch, PastError, Term, Tokens, View, Work, derive_seed, mean
+from past_opsd.types import Attempt, Batch, Group, PastError, Term, Tokens, View, Work, derive_seed, mean
 
 
 class Phase1Sampling(Sampling):
     """How phase 1 samples responses and revisions."""
 
-    top_p: float = Field(0.9, gt=0, le=1, description="nucleus mass kept; 1 keeps all")
-    max_new_tokens: int = Field(16384, ge=1, description="longer responses are cut and count as failures")
+    top_p: float = Field(default=0.9, gt=0, le=1, description="nucleus mass kept; 1 keeps all")
+    max_new_tokens: int = Field(default=16384, ge=1, description="longer responses are cut and count as failures")
 
 
-class Options(Section):
+class Options(MethodOptions):
     """SD-Zero."""
 
-    phase1_problems: int = Field(1088, ge=0, description="training problems of phase 1; 0 leaves phase 1 out")
-    phase1_responses: int = Field(3, ge=1, description="responses per problem of phase 1")
-    phase1_revisions: int = Field(3, ge=1, description="revisions per response of phase 1")
-    revise_correct: bool = Field(False, description="revise correct responses of phase 1 too")
-    stage1_target: int = Field(5000, ge=0, description="most revisions in stage 1; see stage2_target")
+    phase1_problems: int = Field(default=1088, ge=0, description="training problems of phase 1; 0 leaves phase 1 out")
+    phase1_responses: int = Field(default=3, ge=1, description="responses per problem of phase 1")
+    phase1_revisions: int = Field(default=3, ge=1, description="revisions per response of phase 1")
+    revise_correct: bool = Field(default=False, description="revise correct responses of phase 1 too")
+    stage1_target: int = Field(default=5000, ge=0, description="most revisions in stage 1; see stage2_target")
     stage2_target: int = Field(
-        1000, ge=0, description="most revisions in stage 2; fewer kept shrink both in proportion"
+        default=1000, ge=0, description="most revisions in stage 2; fewer kept shrink both in proportion"
     )
-    phase1_epochs: int = Field(3, ge=1, description="epochs of each stage")
-    phase1_batch: int = Field(16, ge=1, description="revisions in one optimizer step of phase 1")
+    phase1_epochs: int = Field(default=3, ge=1, description="epochs of each stage")
+    phase1_batch: int = Field(default=16, ge=1, description="revisions in one optimizer step of phase 1")
     instruction_failed: str = Field(
-        "Wait, this response is wrong. Let me correct it.", description="P_0, after a failed response"
+        default="Wait, this response is wrong. Let me correct it.", description="P_0, after a failed response"
     )
-    instruction_correct: str = Field("Let me rephrase the above solution.", description="P_1, after a correct response")
-    separator: str = Field("\n\n", description="stands before and after the instruction")
+    instruction_correct: str = Field(
+        default="Let me rephrase the above solution.", description="P_1, after a correct response"
+    )
+    separator: str = Field(default="\n\n", description="stands before and after the instruction")
     divergence: Literal["reverse", "released"] = Field(
-        "reverse",
+        default="reverse",
         description="'reverse' is KL(student, teacher); 'released' halves of both KLs on the teacher's top_k",
     )
-    top_k: int = Field(64, ge=1, description="entries kept in 'released'")
-    temperature: float = Field(1.0, gt=0, description="both views' logits are divided by this in phase 2")
-    teacher_sync_every: int = Field(0, ge=0, description="cycles between copies of the student to the teacher; 0: none")
-    phase1_sampling: Phase1Sampling = Field(Phase1Sampling(), description="how phase 1 samples")  # pyright: ignore[reportCallIssue]
+    top_k: int = Field(default=64, ge=1, description="entries kept in 'released'")
+    temperature: float = Field(default=1.0, gt=0, description="both views' logits are divided by this in phase 2")
+    teacher_sync_every: int = Field(
+        default=0, ge=0, description="cycles between copies of the student to the teacher; 0: none"
+    )
+    phase1_sampling: Phase1Sampling = Field(default=Phase1Sampling(), description="how phase 1 samples")
 
     @model_validator(mode="after")
     def _possible(self) -> Options:
@@ -68,6 +71,19 @@ class Options(Section):
         if not self.instruction_failed or not self.instruction_correct:
             raise ValueError("instruction_failed and instruction_correct must not be empty")
         return self
+
+    @property
+    def reads_response(self) -> bool:
+        return True
+
+    def small(self, most: int) -> Self:
+        """Without phase 1: few short responses may well leave no verified revision to train on."""
+        return self.model_copy(update={"phase1_problems": 0})
+
+    def on(self, there: MethodOptions) -> Self:
+        """Instructions are words of a vocabulary, lengths those of a task."""
+        words = ("separator", "instruction_failed", "instruction_correct", "phase1_problems", "phase1_sampling")
+        return self.model_copy(update={key: getattr(there, key) for key in words})
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> SdZero:
@@ -98,6 +114,8 @@ class Revision:
 
 class SdZero(Method):
     """Self-revision training before the first cycle, then distillation of the frozen reviser."""
+
+    tells_outcome = True
 
     def __init__(self, options: Options, prompts: Prompts):
         self._o = options
@@ -227,7 +245,7 @@ class SdZero(Method):
         loss = Stay() if self._o.divergence == "reverse" else MixedTopK(self._o.top_k)
         return distill(attempt, self.teacher_view(attempt), loss, self._o.temperature)
 
-    def end_cycle(self, draws: Sequence[Draws]) -> None:
+    def end_cycle(self, groups: Sequence[Group]) -> None:
         self._cycles += 1
 
     def sync(self) -> float:

@@ -8,14 +8,14 @@ sampled and nothing is verified in training.
 
 from __future__ import annotations
 
-from past_opsd.config import RolloutSection, Section
+from past_opsd.config import MethodOptions, RolloutSection
 from past_opsd.losses import Imitate
 from past_opsd.methods import Method
 from past_opsd.prompts import Prompts
 from past_opsd.types import Batch, PastError, Problem, Term, View, mean
 
 
-class Options(Section):
+class Options(MethodOptions):
     """Supervised fine-tuning on the reference solutions."""
 
 

@@ -12,7 +12,7 @@ from past_opsd.report import data
 from past_opsd.report.data import Method, Traces
 from past_opsd.report.learning import samples_text
 from past_opsd.report.panels import Figure, Panel
-from past_opsd.report.style import BAD, FG, GOOD, STUDENT, TEACHER, Spot, is_past
+from past_opsd.report.style import BAD, FG, GOOD, STUDENT, TEACHER, Spot, leads
 from past_opsd.report.teaching import adapting
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Box:
 
 def method(methods: Sequence[Method]) -> Figure | None:
     """The cycle of the first method that adapts its teacher, PAST before its ablations."""
-    found = sorted((m for m in adapting(methods) if data.measured(m) is not None), key=lambda m: not is_past(m))
+    found = sorted((m for m in adapting(methods) if data.measured(m) is not None), key=lambda m: not leads(m))
     if not found:
         return None
     chosen = found[0]

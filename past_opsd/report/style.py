@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from past_opsd import config
 from past_opsd.report import data
 from past_opsd.report.data import Band, Method, Traces
 
@@ -128,7 +129,7 @@ class Spot:
 def looks(methods: Sequence[Method]) -> dict[str, Look]:
     """Method name -> look; PAST takes the first colour, the others theirs in order, and grey when none is left."""
     found: dict[str, Look] = {}
-    for i, method in enumerate(sorted(methods, key=lambda m: not is_past(m))):
+    for i, method in enumerate(sorted(methods, key=lambda m: not leads(m))):
         marker = _MARKERS[i % len(_MARKERS)]
         late = i - len(SERIES)
         colour = SERIES[i] if late < 0 else OTHER
@@ -137,9 +138,10 @@ def looks(methods: Sequence[Method]) -> dict[str, Look]:
     return found
 
 
-def is_past(method: Method) -> bool:
-    """Whether this is the paper's full method, not a baseline or an ablation."""
-    return method.recipe.name.rpartition("/")[2] == "past"
+def leads(method: Method) -> bool:
+    """Whether this is the method that a page is about, not a baseline or, by the recipe's name, an ablation."""
+    recipe = method.recipe
+    return config.ask_method(recipe).headline and recipe.name.rpartition("/")[2] == recipe.method.name
 
 
 def lines_of(methods: Sequence[Method], traces: Callable[[Method], Traces]) -> list[Line]:

@@ -14,7 +14,6 @@ from past_opsd.evaluate import Evaluation, macro_avg, stack
 from past_opsd.report.data import Method, last_step
 from past_opsd.stats import Interval
 
-BASELINE = "opsd"  # Vanilla OPSD, the paper's; the first method where it is not among them
 Outcomes = Mapping[str, np.ndarray]  # task -> [seeds, problems, k]
 
 
@@ -59,7 +58,7 @@ def _curve(method: Method) -> Iterator[Row]:
 
 
 def _compared(methods: Sequence[Method]) -> Iterator[Row]:
-    baseline = next((m for m in methods if m.recipe.method.name == BASELINE), methods[0])
+    baseline = next((m for m in methods if config.ask_method(m.recipe).baseline), methods[0])
     reference = _evaluations(baseline, last_step(baseline) or 0)
     base = _evaluations(baseline, 0)
     if base and last_step(baseline):

@@ -14,7 +14,7 @@ from past_opsd.report.data import Method, Traces
 from past_opsd.report.learning import CYCLES, curve, samples_text
 from past_opsd.report.panels import Figure, Panel
 from past_opsd.report.points import Point, draw_points
-from past_opsd.report.style import MOST_LINES, Line, Look, Quantity, Spot, fit, is_past, lines_of, looks
+from past_opsd.report.style import MOST_LINES, Line, Look, Quantity, Spot, fit, leads, lines_of, looks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -212,7 +212,7 @@ def sampling(methods: Sequence[Method]) -> Figure | None:
     level = next(iter(thresholds.values())) if len(set(thresholds.values())) == 1 else None
     by_name = looks(methods)
     if len(drawing) > MOST_LINES:  # the samplers that differ are the ones to see in colour
-        drawing.sort(key=lambda m: (not is_past(m), final(data.trace(m, "sampling/g_base"))))
+        drawing.sort(key=lambda m: (not leads(m), final(data.trace(m, "sampling/g_base"))))
 
     def lines(key: str) -> list[Line]:
         return [Line(m.label, by_name[m.name], data.trace(m, key)) for m in drawing]

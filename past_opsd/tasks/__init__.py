@@ -1,6 +1,6 @@
 """Tasks: where problems come from.
 
-A task module holds `class Options(BaseModel)` (its settings) and `def build(options) -> Task`. The module's
+A task module holds `class Options(Section)` (its settings) and `def build(options) -> Task`. The module's
 name is the task's name in a recipe; there is no registry.
 """
 

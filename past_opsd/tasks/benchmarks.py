@@ -82,9 +82,9 @@ class Options(Section):
 
     sets: list[str] = Field(description=f"which benchmarks: {', '.join(BENCHMARKS)}, or names in `files`")
     files: Annotated[dict[str, str], Place(surely=True)] = Field(
-        {}, description="sources in place of the hub's, or of further sets, by name"
+        default={}, description="sources in place of the hub's, or of further sets, by name"
     )
-    limit: int | None = Field(None, ge=1, description="use only so many problems of each set, the first ones")
+    limit: int | None = Field(default=None, ge=1, description="use only so many problems of each set, the first ones")
 
 
 def build(options: Options) -> Problems:

@@ -33,16 +33,24 @@ class Options(Section):
         description="training problems: a .jsonl, .json, .csv, .tsv or .parquet file, a folder, or hf:owner/name"
     )
     evaluation: Annotated[dict[str, str], Place(surely=True)] = Field(
-        {}, description="held-out sources by benchmark name; their rows need no solution"
+        default={}, description="held-out sources by benchmark name; their rows need no solution"
     )
-    hold_out: int = Field(0, ge=0, description="so many problems of `train` are kept out of training and evaluated")
-    columns: dict[Role, str] = Field({}, description="columns by role, where aliases do not find them")
-    keep: list[str] | None = Field(None, description="further columns for the verifier; unset keeps all, [] none")
-    limit: int | None = Field(None, ge=1, description="use only so many training problems, the first ones")
-    evaluation_limit: int | None = Field(None, ge=1, description="use only so many problems of each held-out set")
-    needs_solution: bool = Field(True, description="false where the method reads no reference solution (GRPO)")
-    needs_answer: bool = Field(True, description="false where the verifier reads no answer (a function of yours)")
-    bad_rows: Literal["refuse", "skip"] = Field("refuse", description="what to do when rows cannot be used")
+    hold_out: int = Field(
+        default=0, ge=0, description="so many problems of `train` are kept out of training and evaluated"
+    )
+    columns: dict[Role, str] = Field(default={}, description="columns by role, where aliases do not find them")
+    keep: list[str] | None = Field(
+        default=None, description="further columns for the verifier; unset keeps all, [] none"
+    )
+    limit: int | None = Field(default=None, ge=1, description="use only so many training problems, the first ones")
+    evaluation_limit: int | None = Field(
+        default=None, ge=1, description="use only so many problems of each held-out set"
+    )
+    needs_solution: bool = Field(default=True, description="false where the method reads no reference solution (GRPO)")
+    needs_answer: bool = Field(
+        default=True, description="false where the verifier reads no answer (a function of yours)"
+    )
+    bad_rows: Literal["refuse", "skip"] = Field(default="refuse", description="what to do when rows cannot be used")
 
 
 def build(options: Options) -> Problems:

@@ -24,8 +24,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from past_opsd.config import Section
 from past_opsd.tasks import Problems
 from past_opsd.types import PastError, Problem, derive_seed
 
@@ -120,10 +121,8 @@ def model_path() -> Path:
     return folder
 
 
-class Options(BaseModel):
+class Options(Section):
     """Settings of the embedded task."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     train_problems: int = Field(
         default=600, ge=1, le=15_000, description="training problems, the three lengths in turn"

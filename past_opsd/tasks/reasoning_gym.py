@@ -37,11 +37,11 @@ class Options(Section):
 
     tasks: list[str] = Field(description="names of reasoning-gym tasks; each is an evaluation set")
     configs: dict[str, dict[str, Any]] = Field(
-        {}, description="settings of a task, e.g. { chain_sum = { min_terms = 3 } }"
+        default={}, description="settings of a task, e.g. { chain_sum = { min_terms = 3 } }"
     )
-    train_problems: int = Field(600, ge=1, le=100_000, description="training problems, the tasks in turn")
-    eval_problems: int = Field(40, ge=1, le=10_000, description="held-out problems per task")
-    seed: int = Field(0, ge=0, description="which problems are made")
+    train_problems: int = Field(default=600, ge=1, le=100_000, description="training problems, the tasks in turn")
+    eval_problems: int = Field(default=40, ge=1, le=10_000, description="held-out problems per task")
+    seed: int = Field(default=0, ge=0, description="which problems are made")
 
     @field_validator("tasks")
     @classmethod

@@ -29,11 +29,13 @@ _SMALL = 9  # the largest factor and divisor
 class Options(Section):
     """Settings of the generated word problems."""
 
-    train_problems: int = Field(600, ge=1, le=100_000, description="training problems, the numbers of steps in turn")
-    eval_problems: int = Field(40, ge=1, le=10_000, description="held-out problems per number of steps")
-    seed: int = Field(0, ge=0, description="which problems are drawn on each side of the fixed split")
-    steps: list[int] = Field([1, 2, 3], description="numbers of operations; each is an evaluation set")
-    largest: int = Field(20, ge=4, le=1000, description="largest number written in a problem")
+    train_problems: int = Field(
+        default=600, ge=1, le=100_000, description="training problems, the numbers of steps in turn"
+    )
+    eval_problems: int = Field(default=40, ge=1, le=10_000, description="held-out problems per number of steps")
+    seed: int = Field(default=0, ge=0, description="which problems are drawn on each side of the fixed split")
+    steps: list[int] = Field(default=[1, 2, 3], description="numbers of operations; each is an evaluation set")
+    largest: int = Field(default=20, ge=4, le=1000, description="largest number written in a problem")
 
     @field_validator("steps")
     @classmethod

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from past_opsd import sampling
-from past_opsd.sampling import Controller, ControllerOptions, Draw, Draws
+from past_opsd.sampling import Controller, ControllerOptions, Round
 from past_opsd.theory.check import Check, compare
-from past_opsd.types import Attempt, Problem, Response, Verdict, View
+from past_opsd.types import Attempt, Group, Problem, Response, Verdict, View
 
 RATES = (0.02, 0.3, 0.5, 0.9)
 LARGEST = 8
@@ -20,6 +20,8 @@ _ANSWERS = tuple(
     Attempt(Problem("", "", "", ""), View("teacher", ()), Response((), "", (), True), Verdict(correct, ""))
     for correct in (False, True)
 )
+FAILED = _ANSWERS[:1]
+"""One failed trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Path:
     """One way a sampler's run can go: the outcomes of its draws in order, and what it made of them."""
 
     outcomes: tuple[bool, ...]
-    draws: list[Draws]
+    groups: list[Group]
 
     def probability(self, s: float) -> float:
         """Of this path, when every draw succeeds independently with probability s."""
@@ -35,7 +37,7 @@ class Path:
         return s**successes * (1.0 - s) ** (len(self.outcomes) - successes)
 
 
-def paths(sampler: Callable[[Draw], list[Draws]]) -> Iterator[Path]:
+def paths(sampler: Callable[[Round], list[Group]]) -> Iterator[Path]:
     """Every path of a sampler, depth first: answers beyond the script are failures, then the last one is turned."""
     script: list[bool] = []
     while True:
@@ -46,8 +48,8 @@ def paths(sampler: Callable[[Draw], list[Draws]]) -> Iterator[Path]:
             script.extend([False] * (places[-1] + 1 - len(script)))
             return [_ANSWERS[script[place]] for place in places]
 
-        draws = sampler(draw)
-        yield Path(tuple(script), draws)
+        groups = sampler(draw)
+        yield Path(tuple(script), groups)
         while script and script[-1]:
             script.pop()
         if not script:
@@ -62,12 +64,12 @@ def expectation(tree: Sequence[Path], s: float, value: Callable[[Path], float]) 
 
 def samples(path: Path) -> int:
     """N: everything drawn."""
-    return sum(d.samples for d in path.draws)
+    return sum(len(group.drawn) for group in path.groups)
 
 
 def first_stage(path: Path) -> int:
     """N_1: what was drawn before a retry."""
-    return sum(len(d.discarded) or len(d.continuations) for d in path.draws)
+    return sum(len(group.discarded or group.continuations) for group in path.groups)
 
 
 def successes(path: Path) -> int:
@@ -77,17 +79,17 @@ def successes(path: Path) -> int:
 
 def skipped(path: Path) -> bool:
     """The first trajectory contributes nothing."""
-    return path.draws[0].skipped
+    return not path.groups[0].active
 
 
 def all_success(path: Path) -> bool:
     """Every member of the realised group succeeds."""
-    return path.draws[0].successes == len(path.draws[0].continuations)
+    return path.groups[0].successes == path.groups[0].continuations
 
 
 def mixed(path: Path) -> bool:
     """The realised group holds both outcomes."""
-    return not skipped(path) and not all_success(path)
+    return path.groups[0].mixed
 
 
 def fixed_groups(seed: int) -> Iterator[Check]:
@@ -105,8 +107,8 @@ def fixed_groups(seed: int) -> Iterator[Check]:
     yield compare(label, "fixed group: P(mixed) = 1 - (1-s)^G - s^G", "=", both)
 
 
-def _fixed(G: int, draw: Draw) -> list[Draws]:
-    return sampling.fixed(1, G, draw, retry=False)
+def _fixed(G: int, draw: Round) -> list[Group]:
+    return sampling.fixed(FAILED, G, draw, retry=False)
 
 
 def adaptive_groups(seed: int) -> Iterator[Check]:
@@ -114,7 +116,7 @@ def adaptive_groups(seed: int) -> Iterator[Check]:
     label = "app:theory: adaptive sampling"
     total, first, drawn, skip, closed, wald = [], [], [], [], [], []
     for b, G in SIZES:
-        tree = list(paths(partial(sampling.adaptive, 1, b, G)))
+        tree = list(paths(partial(sampling.adaptive, FAILED, b, G)))
         for s in RATES:
             mean = partial(expectation, tree, s)
             extra = sum((1 - s) ** j for j in range(b, G))
@@ -143,7 +145,7 @@ def controlled(seed: int) -> Iterator[Check]:
     controller = Controller.start(ControllerOptions(maximum=LARGEST, warmup=0, threshold=0.5, patience=1))
     while controller.base > 1:
         after = controller.update(successes=3, samples=4)
-        trees = [list(paths(partial(sampling.adaptive, 1, c.base, LARGEST))) for c in (controller, after)]
+        trees = [list(paths(partial(sampling.adaptive, FAILED, c.base, LARGEST))) for c in (controller, after)]
         for s in RATES:
             before, now = (expectation(tree, s, samples) for tree in trees)
             saved.append((before - now, 1 - (1 - s) ** (controller.base - 1)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import os
@@ -16,16 +15,16 @@ from transformers import TrainerState
 from past_opsd.trl.config import PASTConfig
 from past_opsd.types import Closing, PastError, Problem, Response, Verdict
 from past_opsd.verifiers import Reason
-from past_opsd.verifiers._call import accepted
+from past_opsd.verifiers._call import called, rewards
 
 Reward = Callable[..., Any]
 
 
-def verifier(rewards: Any, args: PASTConfig) -> tuple[RewardVerifier | None, dict[str, Any]]:
+def verifier(functions: Any, args: PASTConfig) -> tuple[RewardVerifier | None, dict[str, Any]]:
     """The verifier's recipe section, and the object itself where the functions live in this process alone."""
-    if rewards is None:
+    if functions is None:
         return None, {"name": "boxed_math"}
-    functions = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
+    functions = list(functions) if isinstance(functions, list | tuple) else [functions]
     _check_rewards(functions, args)
     section = {"name": "function", "style": "trl", "strip_thinking": False}  # TRL shows the whole completion
     (path,) = [_path_of(functions[0])] if len(functions) == 1 else [None]
@@ -72,10 +71,6 @@ def _path_of(function: Reward | str) -> str | None:
     return f"{module.__name__}:{name}" if found else None
 
 
-def _called(function: Reward) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
 class RewardVerifier(Closing):
     """Reward functions of the calling script, asked in this process: there is no time limit on them."""
 
@@ -85,7 +80,7 @@ class RewardVerifier(Closing):
         self._threshold = threshold
         self._metrics: dict[str, list[float]] = {}
         self.state: TrainerState | None = None
-        names = ", ".join(f"{f.__module__}:{_called(f)}" for f in functions)
+        names = ", ".join(f"{f.__module__}:{called(f)}" for f in functions)
         self.identity = f"rewards {names} weights {self._weights} threshold {threshold}"
 
     def verify(self, items: Sequence[tuple[Problem, Response]]) -> list[Verdict]:
@@ -107,40 +102,14 @@ class RewardVerifier(Closing):
 
     def _rewards(self, items: Sequence[tuple[Problem, Response]]) -> list[float | None]:
         """The sums; a function that gives None has no say, and where none has one there is no sum."""
-        arguments = self._arguments(items)
+        asked = [(problem, response.text, response.tokens) for problem, response in items]
         terms: list[list[float]] = [[] for _ in items]
         for function, weight in zip(self._functions, self._weights, strict=True):
-            values = function(**accepted(function, arguments))
-            values = asyncio.run(_wait(values)) if inspect.isawaitable(values) else values
-            if not hasattr(values, "__len__") or len(values) != len(items):
-                raise PastError(
-                    f"the reward function {_called(function)} must give {len(items)} rewards in a list, one for each "
-                    f"completion; it gave {values!r:.80}"
-                )
+            values = rewards(function, asked, trainer_state=self.state, log_metric=self._log)
             for sums, value in zip(terms, values, strict=True):
                 if value is not None and not math.isnan(value):
                     sums.append(weight * float(value))
         return [sum(sums) if sums else None for sums in terms]
 
-    def _arguments(self, items: Sequence[tuple[Problem, Response]]) -> dict[str, Any]:
-        prompts = [problem.extra.get("prompt", problem.text) for problem, _ in items]
-        chat = isinstance(prompts[0], list)
-        texts = [response.text for _, response in items]
-        names = dict.fromkeys(["solution", "answer", *(name for problem, _ in items for name in problem.extra)])
-        columns = {
-            name: [p.extra.get(name, {"solution": p.solution, "answer": p.answer}.get(name)) for p, _ in items]
-            for name in names
-            if name != "prompt"
-        }
-        return columns | {
-            "prompts": prompts,
-            "completions": [[{"role": "assistant", "content": t}] for t in texts] if chat else texts,
-            "completion_ids": [list(response.tokens) for _, response in items],
-            "trainer_state": self.state,
-            "log_extra": lambda column, values: None,
-            "log_metric": lambda name, value: self._metrics.setdefault(name, []).append(float(value)),
-        }
-
-
-async def _wait(value: Any) -> Any:
-    return await value
+    def _log(self, name: str, value: float) -> None:
+        self._metrics.setdefault(name, []).append(float(value))

@@ -12,17 +12,15 @@ import numbers
 import operator
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from past_opsd.types import Problem, Verdict
+from past_opsd.types import PastError, Problem, Verdict
 from past_opsd.verifiers import Reason
 from past_opsd.verifiers._extract import find_boxes
 
 _SHOWN = 300
-# TRL passes these besides the columns.
-_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 _NO_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
@@ -56,7 +54,7 @@ def _judge(function: Callable[..., Any], settings: Mapping[str, Any], item: Mapp
     problem = Problem(**item["problem"])
     try:
         if settings["style"] == "trl":
-            value = _trl(function, problem, item, settings["conversational"])
+            (value,) = rewards(function, [(problem, item["text"], item["tokens"])], settings["conversational"])
         else:
             value = _finished(function(item["text"], problem))
         return _verdict(value, settings["threshold"], item["text"])
@@ -75,30 +73,56 @@ def _finished(value: Any) -> Any:
     return asyncio.run(wait()) if inspect.isawaitable(value) else value
 
 
-def _trl(function: Callable[..., Any], problem: Problem, item: Mapping[str, Any], conversational: bool | None) -> Any:
-    """The reward of one completion, asked the way TRL asks: every column a list, here of one."""
-    prompt = problem.extra.get("prompt", problem.text)
+def rewards(
+    function: Callable[..., Any],
+    items: Sequence[tuple[Problem, str, Sequence[int]]],
+    conversational: bool | None = None,
+    **given: Any,
+) -> Sequence[Any]:
+    """The rewards of (problem, completion, its ids), asked the way TRL asks: every column a list.
+
+    Without `conversational` completions are messages where the first prompt is. `given` replaces what TRL passes
+    besides the columns, where the caller has it.
+    """
+    prompts = [problem.extra.get("prompt", problem.text) for problem, _, _ in items]
     if conversational is None:
-        conversational = isinstance(prompt, list)
-    if conversational and not isinstance(prompt, list):
-        prompt = [{"role": "user", "content": prompt}]
-    elif not conversational:
-        prompt = problem.text
-    completion = [{"role": "assistant", "content": item["text"]}] if conversational else item["text"]
-    own = {"problem": problem.text, "solution": problem.solution, "answer": problem.answer, "id": problem.id}
-    columns = {name: [value] for name, value in (own | dict(problem.extra)).items() if name not in _NO_COLUMNS}
-    given = (
-        [prompt],
-        [completion],
-        [item["tokens"]],
-        None,
-        lambda column, values: None,
-        lambda name, value: None,
-    )
-    rewards = _finished(function(**accepted(function, columns | dict(zip(_GIVEN, given, strict=True)))))
-    if not isinstance(rewards, list | tuple) or len(rewards) != 1:
-        raise TypeError(f"a reward function must give one reward for each completion, in a list; got {rewards!r:.80}")
-    return rewards[0]
+        conversational = isinstance(prompts[0], list)
+    texts = [text for _, text, _ in items]
+    asked = {
+        "prompts": [_prompt(prompt, item[0], conversational) for prompt, item in zip(prompts, items, strict=True)],
+        "completions": [[{"role": "assistant", "content": text}] for text in texts] if conversational else texts,
+        "completion_ids": [list(ids) for _, _, ids in items],
+        "trainer_state": None,
+        "log_extra": lambda column, values: None,
+        "log_metric": lambda name, value: None,
+    }
+    values = _finished(function(**accepted(function, _columns([item[0] for item in items]) | asked | given)))
+    if not hasattr(values, "__len__") or len(values) != len(items):
+        raise PastError(
+            f"the reward function {called(function)} must give {len(items)} rewards in a list, one for each "
+            f"completion; it gave {values!r:.80}"
+        )
+    return values
+
+
+def _prompt(prompt: Any, problem: Problem, conversational: bool) -> Any:
+    if conversational:
+        return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    return problem.text if isinstance(prompt, list) else prompt
+
+
+def _columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
+    """The data's columns, the package's own names among them."""
+    rows = [
+        {"problem": p.text, "solution": p.solution, "answer": p.answer, "id": p.id} | dict(p.extra) for p in problems
+    ]
+    names = dict.fromkeys(name for row in rows for name in row if name not in _NO_COLUMNS)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def called(function: Callable[..., Any]) -> str:
+    """A function's name, of an object that can be called its class's."""
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

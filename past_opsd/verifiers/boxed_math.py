@@ -14,8 +14,9 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from past_opsd.config import Section
 from past_opsd.types import Closing, Problem, Response, Verdict
 from past_opsd.verifiers import Reason, Verifier
 from past_opsd.verifiers._extract import find_answer, find_boxes
@@ -30,10 +31,8 @@ _SHOWN = 200
 _CONVENTIONS = {"decimals", "percent", "units", "lists"}
 
 
-class Options(BaseModel):
+class Options(Section):
     """Settings of the boxed mathematics verifier."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     decimals: Literal["exact", "rounded"] = Field(
         default="exact",

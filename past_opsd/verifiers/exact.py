@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from past_opsd.config import Section
 from past_opsd.types import Closing, Problem, Response, Verdict
 from past_opsd.verifiers import Reason, Verifier
 from past_opsd.verifiers._extract import after_thinking, find_answer
 
 
-class Options(BaseModel):
+class Options(Section):
     """Settings of the exact verifier."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     whole_text: bool = Field(default=False, description="Compare the whole answer text instead of the last box.")
     strip_thinking: bool = Field(default=True, description="Read only what follows the last </think>.")

@@ -14,8 +14,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from past_opsd.config import Section
 from past_opsd.types import Closing, PastError, Problem, Response, Verdict
 from past_opsd.verifiers import Reason, Verifier
 from past_opsd.verifiers._extract import after_thinking
@@ -24,10 +25,8 @@ from past_opsd.verifiers.pool import Lost, WorkerPool
 _LOG = logging.getLogger(__name__)
 
 
-class Options(BaseModel):
+class Options(Section):
     """Settings of a user's function."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str = Field(pattern=r"^[\w.]+:[\w.]+$", description="The function, as package.module:function.")
     style: Literal["plain", "trl"] = Field(

@@ -10,8 +10,9 @@ import json
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from past_opsd.config import Section
 from past_opsd.types import Closing, PastError, Problem, Response, Verdict
 from past_opsd.verifiers import Reason, Verifier
 from past_opsd.verifiers._extract import find_answer
@@ -20,10 +21,8 @@ from past_opsd.verifiers.pool import Lost, WorkerPool
 _SHOWN = 300
 
 
-class Options(BaseModel):
+class Options(Section):
     """Settings of reasoning-gym's scorers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     threshold: float = Field(default=1.0, gt=0, le=1, description="Score from which an answer counts as correct.")
     strip_thinking: bool = Field(default=True, description="Read only what follows the last </think>.")

@@ -26,7 +26,7 @@ def test_the_teacher_reads_the_reference_with_the_chosen_weights(small_recipe, r
             assert term.tokens == a.response.tokens
             assert term.loss == Match(1.0)
         assert parts.loop.method.teacher_terms(cycle.batch, []) == []
-        assert cycle.draws == []
+        assert cycle.groups == []
         assert parts.learner.steps == {"student": 1, "teacher": 0}
         assert parts.model.versions["teacher"] == (1 if weights == "teacher" else 0)
 

@@ -171,10 +171,9 @@ def test_one_cycle_equals_an_independent_naive_implementation(small_recipe):
         naive.stir(other, "student", "teacher")
         cycle = mine.loop.cycle(0)
         assert cycle.batch.correct
-        groups = [Group(a, d.continuations) for a, d in zip(cycle.batch.failed, cycle.draws, strict=True)]
-        assert any(g.mixed for g in groups)
+        assert any(g.mixed for g in cycle.groups)
         model, prompts = other.model, other.loop.prompts
-        loss = naive.past_teacher_loss(model, prompts, cycle.batch, groups, 1.0, 0.05)
+        loss = naive.past_teacher_loss(model, prompts, cycle.batch, cycle.groups, 1.0, 0.05)
         moved = naive.adamw_step(model, "teacher", loss)
         targets = [("teacher", prompts.hindsight(a.problem, a.response.text)) for a in cycle.batch.attempts]
         loss = naive.student_loss(model, cycle.batch.attempts, targets, 1.0)

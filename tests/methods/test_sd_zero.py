@@ -276,7 +276,7 @@ def test_mistakes_are_told(prompts: Prompts):
 
 
 def test_defaults_are_the_released_instructions(prompts: Prompts):
-    options = Options()  # pyright: ignore[reportCallIssue]
+    options = Options()
     assert (options.phase1_sampling.temperature, options.phase1_sampling.top_p) == (1.0, 0.9)
     paper = config.load("paper/sd_zero")
     assert paper.method.phase1_sampling.top_p == 0.9

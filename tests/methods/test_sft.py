@@ -33,7 +33,7 @@ def test_a_cycle_samples_nothing_and_moves_the_student_alone(small_recipe, monke
 
         monkeypatch.setattr(parts.loop.lab.engine, "sample", sample)
         cycle = parts.loop.cycle(0)
-        assert (cycle.batch.attempts, cycle.draws, cycle.dropped) == ((), [], 0)
+        assert (cycle.batch.attempts, cycle.groups, cycle.dropped) == ((), [], 0)
         assert cycle.batch.problems == tuple(parts.loop.take(0))
         assert parts.learner.steps == {"student": 1, "teacher": 0}
         assert parts.model.versions["teacher"] == 0

@@ -506,7 +506,7 @@ def test_a_run_on_parquet_with_a_users_function_is_the_run_on_the_same_problems(
             cycle = parts.loop.cycle(0)
             outcomes.append([(a.problem.id, a.response, a.verdict.correct) for a in cycle.batch.attempts])
             outcomes.append(
-                [d.continuations for d in cycle.draws] and [parts.evaluate(1).outcomes()["chain3"].tolist()]
+                [g.continuations for g in cycle.groups] and [parts.evaluate(1).outcomes()["chain3"].tolist()]
             )
     assert outcomes[:2] == outcomes[2:]
     assert {correct for _, _, correct in outcomes[0]} == {True, False}

@@ -79,8 +79,16 @@ class Whole:
         return Match(tau, "token")
 
 
-def no_retry(n, base, maximum, draw):
-    return sampling.fixed(n, base, draw, retry=False)
+def no_retry(failed, base, maximum, draw):
+    return sampling.fixed(failed, base, draw, retry=False)
+
+
+def stuck(failed, base, maximum, draw):
+    return sampling.fixed(failed, maximum, draw)
+
+
+def short_group(G, draw):
+    return sampling.fixed(adaptive.FAILED, max(1, G - 1), draw)
 
 
 def first_only(self, cell, code):
@@ -113,8 +121,8 @@ FAULTS = {
     "no-clip": (clipping, "Match", lambda tau: Match(), clipping.counter_example),
     "correct-tv": (clipping, "tv", lambda p, q: np.full(len(q), 1.0), clipping.correct_branch),
     "sampler-no-retry": (sampling, "adaptive", no_retry, adaptive.adaptive_groups),
-    "group-short": (adaptive, "_fixed", lambda G, draw: sampling.fixed(1, max(1, G - 1), draw), adaptive.fixed_groups),
-    "controller-stuck": (sampling, "adaptive", lambda n, b, G, d: sampling.fixed(n, G, d), adaptive.controlled),
+    "group-short": (adaptive, "_fixed", short_group, adaptive.fixed_groups),
+    "controller-stuck": (sampling, "adaptive", stuck, adaptive.controlled),
 }
 
 

@@ -14,7 +14,7 @@ from scipy.optimize import minimize
 
 from past_opsd.sampling import adaptive, expected_first_stage, expected_samples, fixed, skip_probability
 from past_opsd.theory import barycenter, decompose, kl, perfect_teacher, tv, value_shift
-from past_opsd.theory.adaptive import expectation, first_stage, paths, samples, skipped, successes
+from past_opsd.theory.adaptive import FAILED, expectation, first_stage, paths, samples, skipped, successes
 from past_opsd.theory.clipping import correct_objective
 from past_opsd.theory.process import Shape, expected_reward, keep_correct, mix, random_policy, random_process
 from past_opsd.theory.projection import mean_over, mutual_information
@@ -195,7 +195,7 @@ SIZES = [(b, G) for G in (1, 2, 3, 5) for b in range(1, G + 1)]
 @pytest.mark.parametrize(("b", "G"), SIZES, ids=[f"{b}of{G}" for b, G in SIZES])
 @pytest.mark.parametrize("s", [0.1, 0.7])
 def test_the_sampler_spends_what_the_identities_say(b, G, s):
-    tree = list(paths(partial(adaptive, 1, b, G)))
+    tree = list(paths(partial(adaptive, FAILED, b, G)))
     assert len({path.outcomes for path in tree}) == len(tree)
     assert math.isclose(expectation(tree, s, lambda path: 1.0), 1.0, **CLOSE)
     assert math.isclose(expectation(tree, s, first_stage), expected_first_stage(s, b, G), **CLOSE)
@@ -205,12 +205,12 @@ def test_the_sampler_spends_what_the_identities_say(b, G, s):
 
 
 def test_the_paths_are_every_sequence_of_outcomes():
-    tree = list(paths(lambda draw: fixed(1, 3, draw, retry=False)))
+    tree = list(paths(lambda draw: fixed(FAILED, 3, draw, retry=False)))
     assert sorted(path.outcomes for path in tree) == [
         (a, b, c) for a in (False, True) for b in (False, True) for c in (False, True)
     ]
     # b = 1, G = 2: stop at a success; two failures are replaced by a group of two.
-    tree = list(paths(partial(adaptive, 1, 1, 2)))
+    tree = list(paths(partial(adaptive, FAILED, 1, 2)))
     stages = sorted((path.outcomes, samples(path), first_stage(path)) for path in tree)
     assert stages == [
         *(((False, False, a, c), 4, 2) for a in (False, True) for c in (False, True)),
@@ -220,5 +220,5 @@ def test_the_paths_are_every_sequence_of_outcomes():
 
 
 def test_trajectories_drawn_together_cost_the_sum():
-    tree = list(paths(partial(adaptive, 2, 1, 2)))
+    tree = list(paths(partial(adaptive, 2 * FAILED, 1, 2)))
     assert math.isclose(expectation(tree, 0.3, samples), 2 * expected_samples(0.3, 1, 2), **CLOSE)

@@ -116,7 +116,7 @@ def test_identity_names_what_can_change_a_verdict() -> None:
 
 def test_options_refuse_unknown_keys_and_nonsense() -> None:
     with pytest.raises(ValidationError):
-        Options(time_out=3)  # pyright: ignore[reportCallIssue]
+        Options(time_out=3)
     with pytest.raises(ValidationError):
         Options(timeout=0)
     assert all(field.description for field in Options.model_fields.values())
