@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from past_opsd.files import whole
+from past_opsd.nouns import Attempt, PastError, Problem, Response, Verdict, View
 from past_opsd.reading import MOST, plain
-from past_opsd.types import Attempt, PastError, Problem, Response, Verdict, View
 
 SCHEMA = pa.schema(
     [

@@ -20,11 +20,11 @@ from past_opsd import checkpoint, config, packing
 from past_opsd.folder import RunFolder
 from past_opsd.lab import Work
 from past_opsd.model import Model
+from past_opsd.nouns import Adapter, Attempt, PastError, Problem, Response, Tokens, Verdict, View, derive_seed
 from past_opsd.pretrained import on_disk
 from past_opsd.resume import differences
 from past_opsd.tasks._rows import on_disk as data_on_disk
 from past_opsd.train import Session, session
-from past_opsd.types import Adapter, Attempt, PastError, Problem, Response, Tokens, Verdict, View, derive_seed
 
 # Without these the adapters mean something else; a changed verifier or recipe is only worth a note.
 _ESSENTIAL = ("base", "expert", "tokenizer", "chat_template")

@@ -32,8 +32,8 @@ from past_opsd.files import aside, fresh_folder, leftovers, put, sync, sync_all,
 from past_opsd.folder import ADAPTER, CHECKPOINT, MANIFEST, OPTIMIZERS, STATE, TEACHER, RunFolder
 from past_opsd.learner import Learner
 from past_opsd.model import TRAINABLE, Model
+from past_opsd.nouns import Adapter, PastError
 from past_opsd.reading import plain, read_json
-from past_opsd.types import Adapter, PastError
 
 FORMAT = 1
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from past_opsd import __version__, arguments, life
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 if TYPE_CHECKING:
     from past_opsd import config
@@ -169,7 +169,7 @@ def _inspect(args: argparse.Namespace) -> int:
     recipe = config.load(args.recipe, args.overrides)
     from rich.console import Console
 
-    from past_opsd.inspect import inspect
+    from past_opsd.look import inspect
 
     inspect(Console(), recipe, args.index, args.dry)
     return 0

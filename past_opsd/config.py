@@ -30,8 +30,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
 
+from past_opsd.nouns import PastError
 from past_opsd.reading import SMALL, read_text, read_toml
-from past_opsd.types import PastError
 
 SHIPPED = Path(__file__).parent / "recipes"
 VARIANTS = "variants.toml"  # beside shipped recipes: those that are another one but for a key or two, a table each

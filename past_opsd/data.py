@@ -12,11 +12,11 @@ from pathlib import Path
 
 from past_opsd import config
 from past_opsd.config import Recipe
+from past_opsd.nouns import Attempt, PastError, Problem, Response, Verdict, View, derive_seed
 from past_opsd.tasks import benchmarks
 from past_opsd.tasks._columns import ALIASES, Loaded, load
 from past_opsd.tasks._overlap import RUN, Overlap, Repeats, normalise, overlaps, repeats
 from past_opsd.tasks.dataset import Options, check_mapping, held_out_reading, split, training
-from past_opsd.types import Attempt, PastError, Problem, Response, Verdict, View, derive_seed
 from past_opsd.verifiers import Reason
 
 WIDTH = 80

@@ -20,12 +20,12 @@ from past_opsd.evaluate import Evaluation, macro_avg, stack
 from past_opsd.files import is_part, write_text, writing
 from past_opsd.folder import REPORT, TRAINED, RunFolder, is_ours
 from past_opsd.lock import held
+from past_opsd.nouns import PastError
 from past_opsd.probes import probe
 from past_opsd.reading import room
 from past_opsd.report.data import find
 from past_opsd.shift import shift
 from past_opsd.train import train
-from past_opsd.types import PastError
 from past_opsd.ui import TrainDisplay, interval
 
 METHODS = {"Vanilla OPSD": "embedded/opsd", "PAST": "embedded/past"}

@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 T = TypeVar("T")
 

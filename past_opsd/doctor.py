@@ -33,12 +33,12 @@ from past_opsd.health import counted
 from past_opsd.learner import Learner
 from past_opsd.losses import Match
 from past_opsd.methods import distill
+from past_opsd.nouns import Attempt, PastError, Problem, Response, Term, Tokens, Verdict, View, derive_seed
 from past_opsd.pretrained import hardware, load_tokenizer, read_config
 from past_opsd.prompts import OPTIONAL, Prompts
 from past_opsd.tasks import Problems
 from past_opsd.templates import check as check_templates
 from past_opsd.train import Session, Silent, session, train
-from past_opsd.types import Attempt, PastError, Problem, Response, Term, Tokens, Verdict, View, derive_seed
 
 LOSS_BOUND = 1e-3
 HALF_BOUND = 1e-2  # the paper's own implementations in bfloat16 are 0.0025 to 0.0038 off
@@ -304,7 +304,7 @@ def numerics(parts: Session, repeats: int, watch: Watch) -> list[Row]:
     cosines: list[float] = []
     chosen = parts.recipe.learner.implementation
     exact = Learner(parts.model, parts.recipe.learner.model_copy(update={"implementation": "reference"}), 1)
-    stir(parts)
+    perturb(parts)
     for problem in watch.each("Batch loss and gradient", _choose(parts.loop.problems, repeats)):
         batch = parts.loop.method
         attempt = _attempt(parts, problem)
@@ -323,9 +323,9 @@ def _match(attempt: Attempt, frozen: View) -> Term:
     return distill(attempt, frozen, Match(math.inf), 1.0)
 
 
-def stir(parts: Session) -> None:
+def perturb(parts: Session) -> None:
     """Move both adapters off the identity: at the start every divergence between them is exactly zero."""
-    parts.model.stir(seed=7, scale=0.02)
+    parts.model.perturb(seed=7, scale=0.02)
     parts.loop.publish()
 
 
@@ -373,7 +373,7 @@ def semantics(recipe: Recipe, repeats: int, watch: Watch, note: str = "") -> Row
     observed: list[float] = []
     name = "CPU semantic tests"
     with session(small(recipe)) as parts:
-        stir(parts)
+        perturb(parts)
         for problem in watch.each(name, _choose(parts.loop.problems, repeats)):
             checks = [_outcome_is_hidden(parts, problem), _equal_contexts(parts, problem), _one_moves(parts, problem)]
             observed.append(sum(checks) / len(checks))

@@ -20,7 +20,7 @@ import torch
 
 from past_opsd import config
 from past_opsd.config import Recipe
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

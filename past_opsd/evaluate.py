@@ -15,10 +15,10 @@ from past_opsd import stats
 from past_opsd.config import EvaluationSection, Recipe
 from past_opsd.files import write_text
 from past_opsd.lab import Lab, Work
+from past_opsd.nouns import Adapter, Attempt, PastError, Problem, View, derive_seed
 from past_opsd.prompts import Prompts
 from past_opsd.reading import read_bytes
 from past_opsd.tasks import Task
-from past_opsd.types import Adapter, Attempt, PastError, Problem, View, derive_seed
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from past_opsd.files import write_text
 from past_opsd.folder import ADAPTER, RECORDS, RunFolder
 from past_opsd.marked import replacing
 from past_opsd.model import Model, in_order
+from past_opsd.nouns import PastError, derive_seed
 from past_opsd.pretrained import SHIPPED, hub_id, load_tokenizer, resolve
 from past_opsd.reading import room
 from past_opsd.stats import EDGE, bootstrap, choose_unit
-from past_opsd.types import PastError, derive_seed
 
 MARK = ".past-export.json"
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)

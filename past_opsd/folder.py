@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from past_opsd import files, lock
 from past_opsd.files import append, own, sweep, sync, write_text, writing
+from past_opsd.nouns import PastError
 from past_opsd.reading import read_bytes
-from past_opsd.types import PastError
 
 if TYPE_CHECKING:
     from past_opsd.attempts import Row

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from past_opsd.losses import Block, Loss, at_tokens, fill
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 Implementation = Literal["reference", "bf16", "chunked", "fused", "triton"]
 DEFAULT_BUDGET = 224 * 2**20

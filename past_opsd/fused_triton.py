@@ -38,7 +38,7 @@ from past_opsd.losses import (
     Stay,
     fill,
 )
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 if TYPE_CHECKING:
     from past_opsd.fused import Chunk, Heads

@@ -14,10 +14,10 @@ from past_opsd import config, data, life, schema
 from past_opsd.arguments import place
 from past_opsd.config import Recipe
 from past_opsd.files import whole, write_text
+from past_opsd.nouns import PastError
 from past_opsd.tasks import benchmarks
 from past_opsd.tasks._columns import ALIASES, Loaded, load, plain
 from past_opsd.tasks.dataset import Options, accept, check_mapping, training
-from past_opsd.types import PastError
 
 SCHEMA = "recipe.schema.json"
 LIMITS = (64, 128, 256, 512, 1024, 2048, 4096)  # what a response's limit is chosen from

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from past_opsd.config import Sampling
 from past_opsd.distributed import World, balance
 from past_opsd.engines import Engine, Request
-from past_opsd.types import Adapter, Attempt, View, Work, derive_seed
+from past_opsd.nouns import Adapter, Attempt, View, Work, derive_seed
 from past_opsd.verifiers import Verifier
 
 

@@ -15,7 +15,7 @@ from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation, evaluation_steps
 from past_opsd.files import aside, writing
 from past_opsd.folder import RunFolder, file_digest
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 _COSTS = ("cost/student_", "cost/teacher_", "cost/verifier_")
 Tell = Callable[[str], None]

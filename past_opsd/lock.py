@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from past_opsd.files import writing
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 try:
     import fcntl

@@ -15,9 +15,9 @@ import numpy as np
 from past_opsd.config import RolloutSection, Sampling
 from past_opsd.lab import Lab, Work
 from past_opsd.methods import Method
+from past_opsd.nouns import Adapter, Attempt, Batch, Group, PastError, Problem, Term, View, derive_seed, route
 from past_opsd.prompts import Prompts
-from past_opsd.sampling import Round
-from past_opsd.types import Adapter, Attempt, Batch, Group, PastError, Problem, Term, View, derive_seed, route
+from past_opsd.sampler import Round
 
 
 class Learner(Protocol):

@@ -29,7 +29,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from past_opsd.lazy import Lazy
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from past_opsd.files import fresh_folder, leftovers, put, sync_all, write_text, writing
 from past_opsd.lock import claim
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from past_opsd.files import write_text
+from past_opsd.nouns import PastError
 from past_opsd.reading import ReadError, read_json
-from past_opsd.types import PastError
 
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e12, le=1e12)]
 MOST_STEPS = 10**9

@@ -28,8 +28,8 @@ from transformers.pytorch_utils import Conv1D
 from past_opsd import attention, fused, packing
 from past_opsd.config import ModelSection
 from past_opsd.distributed import World
+from past_opsd.nouns import Adapter, PastError, View
 from past_opsd.pretrained import Choice, hardware, load_network, load_tokenizer, resolve
-from past_opsd.types import Adapter, PastError, View
 
 __all__ = ["TRAINABLE", "Model", "Network", "linear_targets", "load_tokenizer", "resolve"]
 
@@ -451,7 +451,7 @@ class Model(Network):
         return self.states(paths, sizes)
 
     @torch.no_grad()
-    def stir(self, seed: int, scale: float) -> None:
+    def perturb(self, seed: int, scale: float) -> None:
         """Move both adapters off the identity, for measurements: fresh ones do nothing, and agree exactly."""
         draw = torch.Generator().manual_seed(seed)
         for adapter in TRAINABLE:

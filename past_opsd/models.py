@@ -25,9 +25,9 @@ from past_opsd.arguments import place
 from past_opsd.config import ModelSection
 from past_opsd.files import fresh_folder, leftovers, whole, write_text
 from past_opsd.lock import held
+from past_opsd.nouns import PastError
 from past_opsd.pretrained import PULLABLE, SHIPPED, cache, resolve
 from past_opsd.reading import room
-from past_opsd.types import PastError
 
 ABOUT = {
     "embedded": "150,000 parameters, made for the embedded task",

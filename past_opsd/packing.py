@@ -15,7 +15,7 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from past_opsd.types import Tokens, View
+from past_opsd.nouns import Tokens, View
 
 WORTH = 128  # tokens of a common prefix; attending by segments has a cost for each of them
 

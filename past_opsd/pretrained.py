@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from past_opsd.config import EMBEDDED as SHIPPED
 from past_opsd.config import ModelSection
 from past_opsd.lazy import Lazy
+from past_opsd.nouns import PastError
 from past_opsd.reading import MOST, plain, read_json
-from past_opsd.types import PastError
 
 if TYPE_CHECKING:
     import torch

@@ -29,9 +29,9 @@ from past_opsd import arguments, boundary, probe_tables, stats
 from past_opsd.boundary import Boundary
 from past_opsd.lab import Work
 from past_opsd.losses import GeneralizedJSD, Stay
+from past_opsd.nouns import Adapter, Attempt, PastError, Problem, View, derive_seed
 from past_opsd.probe_tables import CONDITIONS, DIFFERENCES, METRICS
 from past_opsd.prompts import Prompts
-from past_opsd.types import Adapter, Attempt, PastError, Problem, View, derive_seed
 
 FORMAT = 1
 _JSD, _KL = GeneralizedJSD(0.5), Stay()

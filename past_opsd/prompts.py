@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from past_opsd.config import PromptsSection
 from past_opsd.lazy import Lazy
-from past_opsd.types import PastError, Problem, Tokens
+from past_opsd.nouns import PastError, Problem, Tokens
 
 if TYPE_CHECKING:
     import jinja2

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 MOST = 256 << 20
 """Bytes of a record; the largest that a run writes are far below."""

@@ -11,7 +11,7 @@ from past_opsd import checkpoint, config, life
 from past_opsd.config import Recipe
 from past_opsd.evaluate import evaluation_steps
 from past_opsd.folder import RunFolder
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 FREE = frozenset(
     {"name", "description", "run.checkpoint_every", "run.keep_checkpoints", "evaluation.at", "evaluation.pass_k"}

@@ -12,7 +12,7 @@ from typing import Any
 from past_opsd import config
 from past_opsd.config import Recipe
 from past_opsd.engines.vllm_backend import Options, arguments, environment
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,8 +26,8 @@ from rich.console import Console
 from past_opsd import arguments, boundary, shift_estimates
 from past_opsd.boundary import Boundary
 from past_opsd.engines import Request
+from past_opsd.nouns import Attempt, PastError, Problem, Response, Tokens, View, derive_seed
 from past_opsd.shift_estimates import Coupling, Estimate, Split, couple, estimate, split
-from past_opsd.types import Attempt, PastError, Problem, Response, Tokens, View, derive_seed
 
 FORMAT = 1
 

@@ -18,8 +18,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from past_opsd.nouns import derive_seed
 from past_opsd.theory import barycenter, decompose, kl
-from past_opsd.types import derive_seed
 
 LEVEL = 0.95
 RESAMPLES = 10_000

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from past_opsd.types import PastError, derive_seed
+from past_opsd.nouns import PastError, derive_seed
 
 Unit = Literal["sample", "problem", "problem+seed"]
 Results = Mapping[str, npt.ArrayLike]

@@ -28,7 +28,7 @@ from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation, evaluation_steps, macro_avg, stack
 from past_opsd.files import write_text
 from past_opsd.folder import METRICS, TIMINGS, RunFolder
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 DIAGNOSTICS = {
     "teacher_success": "failed/success",

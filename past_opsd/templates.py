@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jinja2
 
 from past_opsd.config import PromptsSection
-from past_opsd.types import PastError, Tokens
+from past_opsd.nouns import PastError, Tokens
 
 # Words no template would write itself; the middle one sits where reasoning models' templates like to cut.
 FIRST, SECOND, THIRD = "Zinnia-one", "Zinnia-two", "Zinnia-three"

@@ -20,10 +20,10 @@ from past_opsd import config
 from past_opsd.config import Recipe
 from past_opsd.files import write_text
 from past_opsd.folder import RunFolder
+from past_opsd.nouns import PastError, derive_seed
 from past_opsd.reading import SMALL, read_json
 from past_opsd.resume import lasting
 from past_opsd.train import Display
-from past_opsd.types import PastError, derive_seed
 
 PROJECT = "past-opsd"
 NOTE, EVALUATION = "note", "eval/"

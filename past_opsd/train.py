@@ -27,12 +27,12 @@ from past_opsd.ledger import Ledger
 from past_opsd.lock import held
 from past_opsd.loop import Cycle, Loop
 from past_opsd.model import Model
+from past_opsd.nouns import PastError, derive_seed
 from past_opsd.profiling import Clock, Profile
 from past_opsd.prompts import Prompts
 from past_opsd.record import Recorder
 from past_opsd.resume import chosen, continued, differences
 from past_opsd.tasks import Task
-from past_opsd.types import PastError, derive_seed
 from past_opsd.verifiers import Verifier
 
 

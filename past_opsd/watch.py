@@ -27,9 +27,9 @@ from urllib.parse import urlsplit
 
 from past_opsd import arguments, report
 from past_opsd.folder import REPORTED, RunFolder, runs_below
+from past_opsd.nouns import PastError
 from past_opsd.reading import read_bytes, read_toml
 from past_opsd.report import data, page
-from past_opsd.types import PastError
 
 LIVE_POLICY = f"{page.POLICY}; connect-src 'self'"
 SCRIPT = page.ASSETS / "watch.js"

@@ -49,8 +49,8 @@ import torch
 from past_opsd import checkpoint, config, model
 from past_opsd.config import Recipe
 from past_opsd.folder import RunFolder
+from past_opsd.nouns import PastError, derive_seed
 from past_opsd.train import session, train
-from past_opsd.types import PastError, derive_seed
 
 RECIPE = [
     "run.cycles=3",

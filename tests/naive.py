@@ -9,12 +9,12 @@ from rounding import assert_rounding
 from torch import Tensor
 
 from past_opsd.model import Model
+from past_opsd.nouns import Adapter, Attempt, Batch, Group
 from past_opsd.prompts import Prompts
 from past_opsd.train import Session
-from past_opsd.types import Adapter, Attempt, Batch, Group
 
 
-def stir(parts: Session, *adapters: Adapter) -> None:
+def perturb(parts: Session, *adapters: Adapter) -> None:
     """Move adapters away from the identity, alike in every session, so that reading the wrong one shows."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

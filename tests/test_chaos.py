@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from past_opsd import checkpoint, fused
 from past_opsd.config import Recipe
 from past_opsd.folder import CHECKPOINT, MANIFEST, RunFolder
+from past_opsd.nouns import PastError
 from past_opsd.train import Session, train
-from past_opsd.types import PastError
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = [

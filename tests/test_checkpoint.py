@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from past_opsd import checkpoint
 from past_opsd.folder import RunFolder
+from past_opsd.nouns import PastError
 from past_opsd.train import Session, session
-from past_opsd.types import PastError
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from past_opsd import config
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 
 def write(folder: Path, text: str, name: str = "mine.toml") -> Path:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from past_opsd import config, data
+from past_opsd.nouns import PastError, Problem
 from past_opsd.tasks._overlap import normalise, overlaps, repeats
 from past_opsd.train import session
-from past_opsd.types import PastError, Problem
 
 ROWS = [
     {

@@ -12,8 +12,8 @@ from rich.console import Console
 from past_opsd import demo
 from past_opsd.files import write_text
 from past_opsd.lock import held
+from past_opsd.nouns import PastError
 from past_opsd.train import train
-from past_opsd.types import PastError
 
 
 def files(folder: Path) -> set[str]:

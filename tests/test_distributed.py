@@ -26,7 +26,7 @@ from past_opsd.fused import Job, Result
 from past_opsd.lab import Work, share_out
 from past_opsd.learner import Log
 from past_opsd.losses import Match
-from past_opsd.types import Problem, View
+from past_opsd.nouns import Problem, View
 
 FOLLOW = [f"learner.{a}.{k}" for a in ("student", "teacher") for k in ("eps=1.0", "lr=0.5")]
 # Micro-batches of few tokens, so that the ranks have different numbers of them.

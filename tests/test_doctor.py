@@ -64,15 +64,15 @@ def test_advice_where_it_will_not_fit(capsys, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def stirred(small_recipe):
+def perturbed(small_recipe):
     with doctor.session(doctor.small(config.load("embedded/past"))) as parts:
-        doctor.stir(parts)
+        doctor.perturb(parts)
         yield parts
 
 
-def test_an_outcome_in_the_teachers_prompt_is_found(stirred, monkeypatch: pytest.MonkeyPatch):
-    problem = stirred.loop.problems[0]
-    assert doctor._outcome_is_hidden(stirred, problem)
+def test_an_outcome_in_the_teachers_prompt_is_found(perturbed, monkeypatch: pytest.MonkeyPatch):
+    problem = perturbed.loop.problems[0]
+    assert doctor._outcome_is_hidden(perturbed, problem)
     real = Past.teacher_view
 
     def leaking(self, attempt):
@@ -80,19 +80,19 @@ def test_an_outcome_in_the_teachers_prompt_is_found(stirred, monkeypatch: pytest
         return type(view)(view.adapter, (*view.prompt, int(attempt.verdict.correct)))
 
     monkeypatch.setattr(Past, "teacher_view", leaking)
-    assert not doctor._outcome_is_hidden(stirred, problem)
+    assert not doctor._outcome_is_hidden(perturbed, problem)
 
 
-def test_a_misaligned_view_is_found(stirred, monkeypatch: pytest.MonkeyPatch):
-    problem = stirred.loop.problems[0]
-    assert doctor._equal_contexts(stirred, problem)
+def test_a_misaligned_view_is_found(perturbed, monkeypatch: pytest.MonkeyPatch):
+    problem = perturbed.loop.problems[0]
+    assert doctor._equal_contexts(perturbed, problem)
     real = doctor._match
     monkeypatch.setattr(doctor, "_match", lambda a, view: real(a, type(view)(view.adapter, view.prompt[1:])))
-    assert not doctor._equal_contexts(stirred, problem)
+    assert not doctor._equal_contexts(perturbed, problem)
 
 
-def test_a_wrong_gradient_is_found(stirred, monkeypatch: pytest.MonkeyPatch):
-    assert [row.passed for row in doctor.numerics(stirred, 2, doctor.Watch())] == [2, 2]
+def test_a_wrong_gradient_is_found(perturbed, monkeypatch: pytest.MonkeyPatch):
+    assert [row.passed for row in doctor.numerics(perturbed, 2, doctor.Watch())] == [2, 2]
     real = fused.run
 
     def wrong(implementation, *args, **kwargs):
@@ -102,7 +102,7 @@ def test_a_wrong_gradient_is_found(stirred, monkeypatch: pytest.MonkeyPatch):
         return result
 
     monkeypatch.setattr(fused, "run", wrong)
-    loss, gradient = doctor.numerics(stirred, 2, doctor.Watch())
+    loss, gradient = doctor.numerics(perturbed, 2, doctor.Watch())
     assert (loss.passed, gradient.passed) == (2, 0)
 
 
@@ -114,7 +114,7 @@ def test_a_resume_that_is_not_exact_is_found(monkeypatch: pytest.MonkeyPatch):
 
     def inexact(path, model, learner):
         state = real(path, model, learner)
-        model.stir(seed=1, scale=1e-6)
+        model.perturb(seed=1, scale=1e-6)
         return state
 
     monkeypatch.setattr("past_opsd.checkpoint.restore", inexact)
@@ -144,7 +144,7 @@ from pydantic import BaseModel
 
 from past_opsd.losses import Stay
 from past_opsd.methods import Method, distill, require_groups
-from past_opsd.types import View, mean
+from past_opsd.nouns import View, mean
 
 
 class Options(BaseModel):

@@ -8,7 +8,7 @@ import torch
 
 from past_opsd import config, estimate
 from past_opsd.model import Model
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 
 @pytest.mark.parametrize(

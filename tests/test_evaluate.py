@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from past_opsd.evaluate import Evaluation, evaluate
+from past_opsd.nouns import PastError
 from past_opsd.train import Session, session
-from past_opsd.types import PastError
 
 
 def test_outcomes_and_summary(past: Session, tmp_path: Path):

@@ -18,8 +18,8 @@ from past_opsd.config import ModelSection
 from past_opsd.export import MARK, card, export, push
 from past_opsd.folder import RunFolder
 from past_opsd.model import Model
+from past_opsd.nouns import PastError, View
 from past_opsd.train import session, train
-from past_opsd.types import PastError, View
 
 IDS = (3, 5, 7, 9, 4, 6)
 

@@ -17,7 +17,7 @@ from past_opsd import files, lock
 from past_opsd.files import append, fresh_folder, leftovers, put, sweep, whole, write_text
 from past_opsd.folder import LAYOUT, RunFolder
 from past_opsd.lock import held
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="links, pipes and flock")
 

@@ -13,9 +13,9 @@ import past_opsd
 from past_opsd import folder, report
 from past_opsd.evaluate import Evaluation, TaskResult
 from past_opsd.folder import LAYOUT, RunFolder, Series, is_ours, runs_below
+from past_opsd.nouns import PastError
 from past_opsd.report.data import find
 from past_opsd.train import train
-from past_opsd.types import PastError
 
 PACKAGE = Path(past_opsd.__file__).parent
 DOCS = Path(__file__).resolve().parents[1] / "docs"

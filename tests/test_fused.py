@@ -22,7 +22,7 @@ from past_opsd.losses import (
     Stay,
     TopK,
 )
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 T, V, H = 41, 53, 8
 IMPLEMENTATIONS = ["reference", "bf16", "chunked", "fused"]

@@ -35,7 +35,7 @@ from past_opsd.losses import (
     Stay,
     TopK,
 )
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 T, V, H = 3, 37, 8
 BLOCK = 32  # two blocks a row, the second one short

@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from past_opsd import boundary, checkpoint, config, export, report, suite
 from past_opsd.evaluate import Evaluation
 from past_opsd.folder import CHECKPOINT, RunFolder
+from past_opsd.nouns import PastError, Response, derive_seed
 from past_opsd.probes import probe
 from past_opsd.report import data, figures, page
 from past_opsd.shift import shift
 from past_opsd.tasks import dataset
 from past_opsd.tasks._columns import ALIASES, Loaded, Reading, load
 from past_opsd.train import Session, _restore, session, train
-from past_opsd.types import PastError, Response, derive_seed
 from past_opsd.verifiers import _normalise, boxed_math
 from past_opsd.verifiers._extract import find_answer
 from past_opsd.verifiers.grade import grade_file

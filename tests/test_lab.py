@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from past_opsd.lab import Lab, Work
+from past_opsd.nouns import Problem, Response, Verdict
 from past_opsd.train import Session
-from past_opsd.types import Problem, Response, Verdict
 
 
 def test_attempts_come_back_in_order_with_their_own_verdicts(past: Session):

@@ -20,8 +20,8 @@ from past_opsd.losses import (
     Stay,
     TopK,
 )
+from past_opsd.nouns import PastError, Term, View
 from past_opsd.train import Session, session
-from past_opsd.types import PastError, Term, View
 
 HINT, PLAIN = (1, 5, 7, 2, 9, 9), (1, 5, 2)
 
@@ -44,7 +44,7 @@ def some_terms(adapter: str = "teacher") -> list[Term]:
 def update(small_recipe, terms: list[Term], *overrides: str) -> torch.Tensor:
     """By how much every entry moved in one step that follows the gradient."""
     with session(small_recipe("embedded/past", *follow("teacher"), *overrides)) as parts:
-        stir(parts)
+        perturb(parts)
         before = values(parts)
         parts.learner.step("teacher", terms)
         return values(parts) - before
@@ -60,7 +60,7 @@ def assert_same_update(found: torch.Tensor, want: torch.Tensor) -> None:
     assert_rounding(found, want, largest)
 
 
-def stir(parts: Session) -> None:
+def perturb(parts: Session) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for adapter in ("student", "teacher"):
@@ -248,7 +248,7 @@ class Broken:
 
 
 def test_diagnostics_of_the_appendix_are_there(past: Session):
-    stir(past)
+    perturb(past)
     metrics = past.learner.step("teacher", some_terms())
     for key in ("loss", "kl", "clip_fraction", "removed_mass", "alignment", "entropy", "objective"):
         assert f"teacher/correct/{key}" in metrics
@@ -283,7 +283,7 @@ def logged(parts: Session, terms: list[Term]) -> dict[str, float]:
 )
 def test_every_objective_logs_the_kl_and_its_clip(past: Session, loss):
     """The KL of a step is the one that `Match` logs on the same views."""
-    stir(past)
+    perturb(past)
     match = logged(past, [term("match", (6, 7, 8), Match())])
     found = logged(past, [term("own", (6, 7, 8), loss)])
     for key in ("kl", "kl_q50", "kl_max", "kl@00", "kl@02"):
@@ -294,7 +294,7 @@ def test_every_objective_logs_the_kl_and_its_clip(past: Session, loss):
 
 
 def test_a_policy_gradient_without_a_frozen_view_clips_nothing(past: Session):
-    stir(past)
+    perturb(past)
     found = logged(past, [term("own", (6, 7), Reinforce(1.5), frozen=False)])
     assert (found["own/clip_fraction"], found["own/removed_mass"]) == (0.0, 0.0)
     assert "own/kl" not in found
@@ -320,7 +320,7 @@ def test_two_terms_of_one_objective_are_its_sum(small_recipe, reduction: str, im
     ]
     overrides = [f"learner.reduction='{reduction}'", f"learner.implementation='{implementation}'"]
     with session(small_recipe("embedded/past", *overrides)) as parts:
-        stir(parts)
+        perturb(parts)
         (value, gradient), (other_value, other) = (parts.learner.gradient("teacher", t) for t in (whole, apart))
         assert_rounding(other, gradient, float(gradient.abs().max()))
         assert other_value == pytest.approx(value, rel=1e-5)
@@ -335,7 +335,7 @@ def test_two_terms_of_one_objective_are_its_sum(small_recipe, reduction: str, im
 
 def test_alignment_is_one_without_clipping_and_negative_when_the_clip_takes_the_push(past: Session):
     """The right token's entry is clipped away and the rest still pushes: the wrong tau that destroys a run."""
-    stir(past)
+    perturb(past)
     free = past.learner.step("teacher", [term("correct", (6, 7, 8), Match())])
     assert free["teacher/correct/alignment"] == pytest.approx(1.0, abs=1e-5)
     clipped = past.learner.step("teacher", [term("correct", (6, 7, 8), Match(1e-4))])
@@ -344,7 +344,7 @@ def test_alignment_is_one_without_clipping_and_negative_when_the_clip_takes_the_
 
 def test_a_term_of_weight_zero_is_measured_and_moves_nothing(past: Session):
     """beta_KL = 0 takes the KL out of the objective, not out of the log."""
-    stir(past)
+    perturb(past)
     stay = term("stay", (6, 6, 6, 3), Stay(), weight=0.0)
     before = past.model.digest("teacher")
     metrics = past.learner.step("teacher", [stay])

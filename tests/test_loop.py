@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from past_opsd.engines import Request
+from past_opsd.nouns import Group, PastError
 from past_opsd.train import Session, session
-from past_opsd.types import Group, PastError
 
 
 def test_a_cycle_takes_one_step_per_phase_and_publishes_both(past: Session):

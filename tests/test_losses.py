@@ -22,7 +22,7 @@ from past_opsd.losses import (
     TopK,
     token_weights,
 )
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "loss"
 INF = math.inf

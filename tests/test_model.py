@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from past_opsd.config import LoraSection, ModelSection
 from past_opsd.model import Model, Network
+from past_opsd.nouns import PastError, View
 from past_opsd.pretrained import Choice, Machine, hardware, resolve
-from past_opsd.types import PastError, View
 
 PROMPT = (1, 5, 7, 2)
 TOKENS = (6, 7, 8)
@@ -26,7 +26,7 @@ def model() -> Model:
     return Model(ModelSection(path="embedded", lora=LoraSection(rank=4, alpha=8)), seed=3)
 
 
-def stir(model: Model, adapter: str, seed: int = 0) -> None:
+def perturb(model: Model, adapter: str, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters(adapter).values():
@@ -46,7 +46,7 @@ def test_adapters_start_from_the_seed_alone():
 
 
 def test_hidden_states_predict_exactly_the_tokens(model: Model):
-    stir(model, "teacher")
+    perturb(model, "teacher")
     pairs = [(PROMPT, TOKENS), (PROMPT[:2], (4,)), ((1,), TOKENS * 2)]
     paths = [(View("teacher", prompt), tokens) for prompt, tokens in pairs]
     got = (model.hidden(paths) @ model.head.T).log_softmax(-1).split([3, 1, 6])
@@ -77,7 +77,7 @@ def test_adapters_share_no_parameter_and_cover_all_targets(model: Model):
 
 
 def test_sampling_folds_the_adapter_and_puts_the_weights_back(model: Model):
-    stir(model, "student")
+    perturb(model, "student")
     before = model.identity()["base"]
     with model.sampling("student") as network, torch.inference_mode():
         logits = network(input_ids=torch.tensor([PROMPT + TOKENS])).logits[0, 3:6]
@@ -88,7 +88,7 @@ def test_sampling_folds_the_adapter_and_puts_the_weights_back(model: Model):
 
 
 def test_the_weights_are_put_back_after_an_error(model: Model):
-    stir(model, "student")
+    perturb(model, "student")
     before = model.identity()["base"]
     with pytest.raises(ZeroDivisionError), model.sampling("student"):
         raise ZeroDivisionError
@@ -101,7 +101,7 @@ def test_a_new_version_is_folded_anew(model: Model):
             return network(input_ids=torch.tensor([PROMPT])).logits
 
     first = logits()
-    stir(model, "student")
+    perturb(model, "student")
     assert not torch.equal(first, logits())
 
 
@@ -181,7 +181,7 @@ def test_any_architecture(name: str, tmp_path: Path):
     blocks = [n for n, m in model.network.named_modules() if "lora_" not in n and n.endswith(tuple(targets))]
     assert adapted == targets
     assert len(model.parameters("student")) == 2 * len(blocks)
-    stir(model, "student")
+    perturb(model, "student")
     rows = model.hidden([(View("student", PROMPT), TOKENS)]) @ model.head.T
     rows = rows if model.head_bias is None else rows + model.head_bias
     expected = logp(model, "student", PROMPT, TOKENS, grad=False)
@@ -195,7 +195,7 @@ def test_any_architecture(name: str, tmp_path: Path):
 
 def gradients(path: str, checkpointing: bool) -> tuple[dict[str, torch.Tensor], int]:
     model = Model(section_of(path, gradient_checkpointing=checkpointing), seed=3)
-    stir(model, "student")
+    perturb(model, "student")
     runs = 0
 
     def count(*_: Any) -> None:
@@ -290,7 +290,7 @@ def test_placement_by_accelerate_changes_nothing():
     states = []
     for device_map in ("single", "auto"):
         model = Model(section_of("embedded", device_map=device_map), seed=3)
-        stir(model, "student")
+        perturb(model, "student")
         with model.sampling("student") as network, torch.inference_mode():
             logits = network(input_ids=torch.tensor([PROMPT])).logits.clone()
         states.append((model.hidden([(View("student", PROMPT), TOKENS)]), logits))

@@ -19,7 +19,7 @@ from past_opsd import models
 from past_opsd.config import LoraSection, ModelSection
 from past_opsd.model import Model, load_tokenizer, resolve
 from past_opsd.models import Pullable, check, convert, pull
-from past_opsd.types import PastError, View
+from past_opsd.nouns import PastError, View
 
 gguf = pytest.importorskip("gguf", reason="GGUF needs pip install gguf")
 

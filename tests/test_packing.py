@@ -10,7 +10,7 @@ import past_opsd.attention
 from past_opsd import packing
 from past_opsd.config import ModelSection
 from past_opsd.model import Network
-from past_opsd.types import View
+from past_opsd.nouns import View
 
 PROMPT = (5, 6, 7)
 PATHS = [

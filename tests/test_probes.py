@@ -14,8 +14,8 @@ from rich.console import Console
 
 from past_opsd import boundary, config, probe_tables, probes, theory
 from past_opsd.folder import RunFolder
+from past_opsd.nouns import Attempt, PastError, Problem, Response, Verdict, View
 from past_opsd.train import session, train
-from past_opsd.types import Attempt, PastError, Problem, Response, Verdict, View
 
 
 @pytest.fixture(scope="module")

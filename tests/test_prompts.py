@@ -4,8 +4,8 @@ import pytest
 
 from past_opsd import config
 from past_opsd.model import load_tokenizer
+from past_opsd.nouns import PastError, Problem
 from past_opsd.prompts import Prompts, fill
-from past_opsd.types import PastError, Problem
 
 PROBLEM = Problem("p", "6*7*3*4", "2, 6, 4, \\boxed{4}", "4")
 

@@ -10,9 +10,9 @@ import pytest
 
 from past_opsd import attempts
 from past_opsd.folder import RunFolder, read_lines
+from past_opsd.nouns import PastError
 from past_opsd.record import Recorder, lost
 from past_opsd.train import Session
-from past_opsd.types import PastError
 
 
 @pytest.fixture

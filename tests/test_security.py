@@ -23,13 +23,13 @@ from past_opsd import boundary, checkpoint, cli, config, export, serve, watch
 from past_opsd.config import ModelSection, Recipe
 from past_opsd.folder import RunFolder
 from past_opsd.model import Model, load_tokenizer
+from past_opsd.nouns import PastError, Problem, Response
 from past_opsd.pretrained import hardware, load_network, read_config
 from past_opsd.prompts import Prompts
 from past_opsd.report import data, figures, trajectories
 from past_opsd.report.data import find
 from past_opsd.tasks import dataset, embedded
 from past_opsd.train import assemble, train
-from past_opsd.types import PastError, Problem, Response
 from past_opsd.verifiers import boxed_math
 
 TINY = ["run.cycles=1", "rollout.problems_per_cycle=2", "evaluation.at=[]", "model.lora.rank=2"]

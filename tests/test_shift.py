@@ -15,9 +15,9 @@ from conftest import Quiet
 
 from past_opsd import boundary, shift, shift_estimates, theory
 from past_opsd.boundary import Boundary
+from past_opsd.nouns import Attempt, PastError, Problem, Response, Verdict, View
 from past_opsd.shift import Prefix, Start
 from past_opsd.train import train
-from past_opsd.types import Attempt, PastError, Problem, Response, Verdict, View
 
 # The teacher takes a large step, so that it cannot be mistaken for the student.
 LARGE = "learner.teacher.lr=5e-3"

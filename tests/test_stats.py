@@ -10,6 +10,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from past_opsd.nouns import PastError, derive_seed
 from past_opsd.stats import (
     Unit,
     _resample_draws,
@@ -25,7 +26,6 @@ from past_opsd.stats import (
     pass_scores,
     wilson,
 )
-from past_opsd.types import PastError, derive_seed
 
 CASES = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "metrics" / "at_k_cases.jsonl"
 UNITS: tuple[Unit, ...] = ("sample", "problem", "problem+seed")

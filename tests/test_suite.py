@@ -12,8 +12,8 @@ import pytest
 from conftest import SMALL, Quiet
 
 from past_opsd import config, suite, tables
+from past_opsd.nouns import PastError
 from past_opsd.train import train
-from past_opsd.types import PastError
 
 FAST = [*SMALL, "run.cycles=2", "evaluation.at=[0.0, 0.5, 1.0]"]
 SEEDS = [17, 29]

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from past_opsd import config
 from past_opsd.config import PromptsSection
 from past_opsd.model import load_tokenizer
+from past_opsd.nouns import PastError
 from past_opsd.templates import Finding, check, require
-from past_opsd.types import PastError
 
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>"]
 # ChatML, piece by piece; TURNS keeps what it is given.

@@ -23,9 +23,9 @@ from past_opsd.cli import main
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
 from past_opsd.folder import RunFolder
+from past_opsd.nouns import PastError
 from past_opsd.trackers import BACKENDS, STATE, Displays, Tracker, open_trackers
 from past_opsd.train import Display, train
-from past_opsd.types import PastError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:tensorboard.*",

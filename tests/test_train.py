@@ -15,9 +15,9 @@ from ranks import Launcher
 
 from past_opsd import checkpoint, config
 from past_opsd.folder import RunFolder
+from past_opsd.nouns import PastError
 from past_opsd.resume import continued, differences
 from past_opsd.train import Session, train
-from past_opsd.types import PastError
 
 KILLED = [*SMALL, "run.checkpoint_every=2", "evaluation.at=[0.0, 1.0]"]
 

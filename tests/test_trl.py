@@ -29,13 +29,13 @@ from past_opsd.cli import main
 from past_opsd.evaluate import Evaluation
 from past_opsd.folder import RunFolder
 from past_opsd.model import load_tokenizer, resolve
+from past_opsd.nouns import PastError, Problem, Response
 from past_opsd.tasks import embedded
 from past_opsd.trl import PASTConfig, PASTTrainer, recipe, trainer
 from past_opsd.trl import fields as listed
 from past_opsd.trl.config import defaults
 from past_opsd.trl.messages import ARGUMENTS, translate
 from past_opsd.trl.rewards import RewardVerifier
-from past_opsd.types import PastError, Problem, Response
 
 PROBLEMS = embedded.build(embedded.Options(train_problems=24)).train()
 PROMPT = "Problem: {}"

@@ -21,9 +21,9 @@ import pytest
 from conftest import Quiet
 
 from past_opsd import watch
+from past_opsd.nouns import PastError
 from past_opsd.report import data, page
 from past_opsd.train import train
-from past_opsd.types import PastError
 from past_opsd.watch import LIVE_POLICY, Server, Watched, progress, serve
 
 

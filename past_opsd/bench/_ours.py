@@ -17,9 +17,9 @@ from past_opsd.bench._products import Recorder, Replay
 from past_opsd.bench._worker import peak, serve
 from past_opsd.engines.torch import TorchEngine
 from past_opsd.loop import Cycle
+from past_opsd.nouns import Closing, Problem, Response, Verdict
 from past_opsd.profiling import Clock
 from past_opsd.train import Session, assemble
-from past_opsd.types import Closing, Problem, Response, Verdict
 from past_opsd.verifiers import Reason
 
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from past_opsd.types import Closing, PastError, Tokens, derive_seed
+from past_opsd.nouns import Closing, PastError, Tokens, derive_seed
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 # glibc keeps freed memory for later; with this, tensors come from the system and go back to it at once.

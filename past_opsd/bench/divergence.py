@@ -25,7 +25,7 @@ from past_opsd.bench._worker import peak_beyond
 from past_opsd.fused import Implementation, Job
 from past_opsd.fused import run as run_losses
 from past_opsd.losses import Match
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 TAU = 0.05
 CHECKED_ROWS = 64

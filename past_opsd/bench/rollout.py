@@ -21,8 +21,8 @@ from past_opsd import config
 from past_opsd.config import Sampling
 from past_opsd.engines import Engine, Request
 from past_opsd.model import Model
+from past_opsd.nouns import PastError, Tokens, View, derive_seed
 from past_opsd.prompts import Prompts
-from past_opsd.types import PastError, Tokens, View, derive_seed
 
 Contestant = Callable[[], list[int]]
 """Answers all requests once and gives the responses' lengths."""
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     recipe = config.load(args.recipe, args.overrides)
     model = Model(recipe.model, seed=1)
-    model.stir(seed=3, scale=0.01)  # folding an identity would be no work
+    model.perturb(seed=3, scale=0.01)  # folding an identity would be no work
     problems = config.plugin("task", recipe.task.name).build(recipe.task).train()
     prompts = Prompts(model.tokenizer, recipe.prompts)
     asked = [prompts.student(problems[i % len(problems)]) for i in range(args.requests)]

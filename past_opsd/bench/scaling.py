@@ -31,9 +31,9 @@ from past_opsd.files import write_text
 from past_opsd.learner import Learner, bundle, gather_paths
 from past_opsd.losses import Match
 from past_opsd.model import Model
+from past_opsd.nouns import PastError, Term, View, mean
 from past_opsd.packing import row_length
 from past_opsd.pretrained import load_tokenizer
-from past_opsd.types import PastError, Term, View, mean
 
 AXES = {"response length": "response", "vocabulary": "vocabulary", "batch": "batch", "group": "group"}
 FACTORS = {"response": (1, 2, 4, 8), "vocabulary": (1, 2, 3), "batch": (1, 2, 4, 8), "group": (1, 2, 4, 8)}

@@ -22,8 +22,8 @@ from past_opsd import config, packing
 from past_opsd.bench._worker import Side, peak, serve, tokens_of
 from past_opsd.learner import Learner, bundle, gather_paths
 from past_opsd.model import Model
+from past_opsd.nouns import Attempt, Batch, Group, PastError, Problem, Response, View
 from past_opsd.prompts import Prompts
-from past_opsd.types import Attempt, Batch, Group, PastError, Problem, Response, View
 from past_opsd.verifiers import Reason
 
 GOAL = 2.0
@@ -96,7 +96,7 @@ def _side(pipe: Connection, name: str, overrides: Sequence[str], sizes: Sizes) -
         raise PastError(
             f"--prompt and --tokens need {sizes.prompt + sizes.tokens}, the model reads {model.max_context}"
         )
-    model.stir(seed=3, scale=0.01)  # at the identity half of the gradient is zero
+    model.perturb(seed=3, scale=0.01)  # at the identity half of the gradient is zero
     method = config.plugin("method", recipe.method.name).build(
         recipe.method, Prompts(model.tokenizer, recipe.prompts), recipe.rollout
     )

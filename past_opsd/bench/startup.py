@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 COMMANDS = ("--version", "--help", "train --help", "recipes", "show embedded/past", "models list", "completion bash")
 

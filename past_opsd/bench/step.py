@@ -18,9 +18,9 @@ from past_opsd.bench import METHODS, _ours, _trl
 from past_opsd.bench._ours import Plan, Step
 from past_opsd.bench._worker import Side
 from past_opsd.config import Recipe
+from past_opsd.nouns import PastError
 from past_opsd.pretrained import resolve
 from past_opsd.prompts import fill
-from past_opsd.types import PastError
 
 TITLES = {"grpo": "GRPO", "opsd": "Vanilla OPSD"}
 THEIRS = {"grpo": "TRL GRPOTrainer", "opsd": "TRL SDFTTrainer"}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from past_opsd.config import Sampling
-from past_opsd.types import Adapter, PastError, Response, View
+from past_opsd.nouns import Adapter, PastError, Response, View
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from past_opsd import packing
 from past_opsd.engines._lean import Lean
 from past_opsd.model import Model
-from past_opsd.types import PastError, Tokens
+from past_opsd.nouns import PastError, Tokens
 
 # A prefix that all prompts share is worth a forward of its own from this length on.
 SHARED_PREFIX = 32

@@ -15,7 +15,7 @@ from pydantic import Field
 from past_opsd.config import EngineOptions, Sampling
 from past_opsd.engines import Request, StaleAdapterError
 from past_opsd.lazy import Lazy
-from past_opsd.types import Adapter, Response
+from past_opsd.nouns import Adapter, Response
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from past_opsd.engines import Request, StaleAdapterError
 from past_opsd.engines.vllm_backend import Backend, Draw, Drawn, Options, Probe, Served
 from past_opsd.lazy import Lazy
 from past_opsd.losses import at_tokens
-from past_opsd.types import Adapter, PastError, Response, Tokens, View, derive_seed
+from past_opsd.nouns import Adapter, PastError, Response, Tokens, View, derive_seed
 
 if TYPE_CHECKING:
     import numpy as np

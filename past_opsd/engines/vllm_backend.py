@@ -14,8 +14,8 @@ from pydantic import Field, field_validator
 
 from past_opsd.config import EngineOptions, ModelSection, Sampling
 from past_opsd.lazy import Lazy
+from past_opsd.nouns import PastError, Tokens
 from past_opsd.pretrained import hardware, locate
-from past_opsd.types import PastError, Tokens
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,7 +20,7 @@ from past_opsd.engines.vllm_backend import (
     environment,
     parameters,
 )
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 SHARE = 0.4
 """Of the GPU's memory, which vLLM has to leave to the trainer."""

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from past_opsd.config import Sampling
 from past_opsd.engines.vllm_backend import GREEDY, SEED, TOP, Draw, Drawn, Options, Served, parameters
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 SHORT = 10.0
 """Seconds for what a healthy server answers at once."""

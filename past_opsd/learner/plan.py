@@ -14,7 +14,7 @@ from functools import cached_property
 from past_opsd import packing
 from past_opsd.distributed import balance
 from past_opsd.losses import Reduction, token_weights
-from past_opsd.types import Adapter, Term, Tokens, View
+from past_opsd.nouns import Adapter, Term, Tokens, View
 
 Weighted = tuple[Term, float]
 """A term with its weight per token."""

@@ -19,7 +19,7 @@ from past_opsd.learner.diagnostics import Log
 from past_opsd.learner.plan import Bundle, Weighted, plan
 from past_opsd.losses import Loss
 from past_opsd.model import TRAINABLE, Model
-from past_opsd.types import Adapter, PastError, Term, View
+from past_opsd.nouns import Adapter, PastError, Term, View
 
 Member = tuple[slice, View | None, list[Weighted]]
 """A sequence in a loss call: where it stands in the micro-batch's live states, the frozen view it reads, its terms."""

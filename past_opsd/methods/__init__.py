@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from past_opsd.config import RolloutSection, Sampling
+from past_opsd.nouns import Adapter, Attempt, Batch, Group, PastError, Problem, Term, View, Work
 from past_opsd.prompts import Prompts
-from past_opsd.sampling import Round
-from past_opsd.types import Adapter, Attempt, Batch, Group, PastError, Problem, Term, View, Work
+from past_opsd.sampler import Round
 
 
 class Tools(Protocol):

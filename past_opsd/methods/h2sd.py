@@ -25,8 +25,7 @@ from pydantic import Field
 from past_opsd.config import MethodOptions, RolloutSection
 from past_opsd.losses import ModulatedReinforce, Reinforce, Stay
 from past_opsd.methods import Method, Tools, distill, require_groups
-from past_opsd.prompts import Prompts
-from past_opsd.types import (
+from past_opsd.nouns import (
     Attempt,
     Batch,
     Group,
@@ -40,6 +39,7 @@ from past_opsd.types import (
     group_advantages,
     scale,
 )
+from past_opsd.prompts import Prompts
 
 COUNTS = (
     "hints/own",

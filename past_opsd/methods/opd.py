@@ -12,8 +12,8 @@ from pydantic import Field
 from past_opsd.config import MethodOptions, RolloutSection
 from past_opsd.losses import GeneralizedJSD, Match
 from past_opsd.methods import Method, distill
+from past_opsd.nouns import Attempt, Batch, Term, View, mean
 from past_opsd.prompts import Prompts
-from past_opsd.types import Attempt, Batch, Term, View, mean
 
 
 class Options(MethodOptions):

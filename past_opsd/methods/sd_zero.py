@@ -22,8 +22,8 @@ from pydantic import Field, model_validator
 from past_opsd.config import MethodOptions, RolloutSection, Sampling
 from past_opsd.losses import Imitate, MixedTopK, Stay
 from past_opsd.methods import Method, Tools, distill
+from past_opsd.nouns import Attempt, Batch, Group, PastError, Term, Tokens, View, Work, derive_seed, mean
 from past_opsd.prompts import Prompts
-from past_opsd.types import Attempt, Batch, Group, PastError, Term, Tokens, View, Work, derive_seed, mean
 
 
 class Phase1Sampling(Sampling):

@@ -11,8 +11,8 @@ from __future__ import annotations
 from past_opsd.config import MethodOptions, RolloutSection
 from past_opsd.losses import Imitate
 from past_opsd.methods import Method
+from past_opsd.nouns import Batch, PastError, Problem, Term, View, mean
 from past_opsd.prompts import Prompts
-from past_opsd.types import Batch, PastError, Problem, Term, View, mean
 
 
 class Options(MethodOptions):

@@ -11,10 +11,10 @@ from pathlib import Path
 from past_opsd import arguments
 from past_opsd.files import write_text
 from past_opsd.folder import RunFolder
+from past_opsd.nouns import PastError
 from past_opsd.reading import room
 from past_opsd.report import data, figures, page, trajectories
 from past_opsd.report.data import Run
-from past_opsd.types import PastError
 
 TRAJECTORIES = arguments.TRAJECTORIES
 

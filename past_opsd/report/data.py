@@ -15,7 +15,7 @@ from past_opsd import config, profiling, suite, train
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
 from past_opsd.folder import DEPTH, RECIPE, RunFolder, runs_below
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 MOST = 1e100  # what is larger, infinite or no number is left out of a figure
 # Settings that do not change what a run learns: runs that differ in these alone are the same method.

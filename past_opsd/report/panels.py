@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from past_opsd.files import whole
+from past_opsd.nouns import PastError
 from past_opsd.report import style
 from past_opsd.report.style import Spot
-from past_opsd.types import PastError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

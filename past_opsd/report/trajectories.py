@@ -23,10 +23,10 @@ from past_opsd.folder import RunFolder, Series
 from past_opsd.losses import Divergence, Match
 from past_opsd.methods import Method
 from past_opsd.model import Model
+from past_opsd.nouns import Attempt, PastError, Problem, Tokens, View, derive_seed, route
 from past_opsd.report.data import Method as Compared
 from past_opsd.report.data import Run
 from past_opsd.train import Session, session
-from past_opsd.types import Attempt, PastError, Problem, Tokens, View, derive_seed, route
 
 MAX_TOKENS = 2000
 MAX_CONTINUATION = 1000

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
+from past_opsd.nouns import PastError, Problem
 from past_opsd.tasks._rows import Row, rows
-from past_opsd.types import PastError, Problem
 from past_opsd.verifiers._extract import find_boxes
 
 Role = Literal["problem", "solution", "answer", "id"]

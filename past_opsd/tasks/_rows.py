@@ -17,8 +17,8 @@ from typing import IO, Any
 from urllib.parse import parse_qsl
 
 from past_opsd.config import HUB
+from past_opsd.nouns import PastError
 from past_opsd.reading import plain
-from past_opsd.types import PastError
 
 _LINES = (".jsonl", ".ndjson", ".json")
 _TABLES = (".csv", ".tsv")

@@ -20,10 +20,10 @@ from pydantic import Field
 
 from past_opsd import config
 from past_opsd.config import Place, Recipe, Section
+from past_opsd.nouns import PastError
 from past_opsd.tasks import Problems
 from past_opsd.tasks._columns import Reading, load
 from past_opsd.tasks.dataset import accept, identity
-from past_opsd.types import PastError
 
 
 @dataclass(frozen=True, slots=True)

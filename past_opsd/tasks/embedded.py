@@ -27,8 +27,8 @@ from typing import Literal
 from pydantic import Field
 
 from past_opsd.config import Section
+from past_opsd.nouns import PastError, Problem, derive_seed
 from past_opsd.tasks import Problems
-from past_opsd.types import PastError, Problem, derive_seed
 
 OPERATIONS = ("+2", "+3", "+5", "+6", "+8", "+9", "*2", "*3", "*4", "*7", "*8", "*9")
 LENGTHS = {"chain3": 3, "chain4": 4, "chain5": 5}

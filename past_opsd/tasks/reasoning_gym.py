@@ -24,8 +24,8 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from past_opsd.config import Section
+from past_opsd.nouns import PastError, Problem, derive_seed
 from past_opsd.tasks import Problems
-from past_opsd.types import PastError, Problem, derive_seed
 from past_opsd.verifiers.pool import Lost, WorkerPool
 
 _SPARE = 3  # entries to look at for each problem wanted, before a task counts as too small

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pydantic import Field, field_validator
 
 from past_opsd.config import Section
+from past_opsd.nouns import Problem, derive_seed
 from past_opsd.tasks import Problems
 from past_opsd.tasks._phrases import NAMES, SCENES, Noun, Phrase, Scene
-from past_opsd.types import Problem, derive_seed
 
 _DOLLAR, _TICKET = Noun("dollar", "dollars"), Noun("ticket", "tickets")
 _CONNECTORS = ("", "", "Then ", "Later ", "After that, ")

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from past_opsd import sampling
-from past_opsd.sampling import Controller, ControllerOptions, Round
+from past_opsd import sampler
+from past_opsd.nouns import Attempt, Group, Problem, Response, Verdict, View
+from past_opsd.sampler import Controller, ControllerOptions, Round
 from past_opsd.theory.check import Check, compare
-from past_opsd.types import Attempt, Group, Problem, Response, Verdict, View
 
 RATES = (0.02, 0.3, 0.5, 0.9)
 LARGEST = 8
@@ -93,7 +93,7 @@ def mixed(path: Path) -> bool:
 
 
 def fixed_groups(seed: int) -> Iterator[Check]:
-    """(1-s)^G, s^G and the rest, from `sampling.fixed` without a retry."""
+    """(1-s)^G, s^G and the rest, from `sampler.fixed` without a retry."""
     label = "app:theory: adaptive sampling"
     failure, success, both = [], [], []
     for G in range(1, LARGEST + 1):
@@ -108,15 +108,15 @@ def fixed_groups(seed: int) -> Iterator[Check]:
 
 
 def _fixed(G: int, draw: Round) -> list[Group]:
-    return sampling.fixed(FAILED, G, draw, retry=False)
+    return sampler.fixed(FAILED, G, draw, retry=False)
 
 
 def adaptive_groups(seed: int) -> Iterator[Check]:
-    """E[N_1], E[N] and P(skip) from `sampling.adaptive`, for every b <= G <= 8, beside the paper's sums."""
+    """E[N_1], E[N] and P(skip) from `sampler.adaptive`, for every b <= G <= 8, beside the paper's sums."""
     label = "app:theory: adaptive sampling"
     total, first, drawn, skip, closed, wald = [], [], [], [], [], []
     for b, G in SIZES:
-        tree = list(paths(partial(sampling.adaptive, FAILED, b, G)))
+        tree = list(paths(partial(sampler.adaptive, FAILED, b, G)))
         for s in RATES:
             mean = partial(expectation, tree, s)
             extra = sum((1 - s) ** j for j in range(b, G))
@@ -125,16 +125,16 @@ def adaptive_groups(seed: int) -> Iterator[Check]:
             drawn.append((mean(samples), b + extra + G * (1 - s) ** G))
             skip.append((mean(skipped), (1 - s) ** (2 * G)))
             wald.append((mean(successes), s * mean(samples)))
-            closed.append((mean(first_stage), sampling.expected_first_stage(s, b, G)))
-            closed.append((mean(samples), sampling.expected_samples(s, b, G)))
-            closed.append((mean(skipped), sampling.skip_probability(s, G)))
-            closed.append((mean(all_success), sampling.all_success_probability(s, b, G)))
-            closed.append((mean(mixed), sampling.mixed_probability(s, b, G)))
-    yield compare(label, "all paths of sampling.adaptive have mass 1", "=", total)
+            closed.append((mean(first_stage), sampler.expected_first_stage(s, b, G)))
+            closed.append((mean(samples), sampler.expected_samples(s, b, G)))
+            closed.append((mean(skipped), sampler.skip_probability(s, G)))
+            closed.append((mean(all_success), sampler.all_success_probability(s, b, G)))
+            closed.append((mean(mixed), sampler.mixed_probability(s, b, G)))
+    yield compare(label, "all paths of sampler.adaptive have mass 1", "=", total)
     yield compare(label, "E[N_1] = b + sum_{b<=j<G} (1-s)^j", "=", first)
     yield compare(label, "E[N] = E[N_1] + G (1-s)^G", "=", drawn)
     yield compare(label, "P(skip) = (1-s)^(2G)", "=", skip)
-    yield compare(label, "the closed forms of past_opsd.sampling", "=", closed)
+    yield compare(label, "the closed forms of past_opsd.sampler", "=", closed)
     yield compare(label, "E[successes] = s E[N]: what Controller averages", "=", wald)
 
 
@@ -145,7 +145,7 @@ def controlled(seed: int) -> Iterator[Check]:
     controller = Controller.start(ControllerOptions(maximum=LARGEST, warmup=0, threshold=0.5, patience=1))
     while controller.base > 1:
         after = controller.update(successes=3, samples=4)
-        trees = [list(paths(partial(sampling.adaptive, FAILED, c.base, LARGEST))) for c in (controller, after)]
+        trees = [list(paths(partial(sampler.adaptive, FAILED, c.base, LARGEST))) for c in (controller, after)]
         for s in RATES:
             before, now = (expectation(tree, s, samples) for tree in trees)
             saved.append((before - now, 1 - (1 - s) ** (controller.base - 1)))

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from past_opsd.types import derive_seed
+from past_opsd.nouns import derive_seed
 
 Relation = Literal["=", ">=", "<="]
 Sides = tuple[npt.ArrayLike, npt.ArrayLike]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 Floats = npt.NDArray[np.float64]
 

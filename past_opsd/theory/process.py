@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from past_opsd.nouns import PastError
 from past_opsd.theory.finite import Floats, barycenter, distribution, kl
-from past_opsd.types import PastError
 
 Policy = tuple[np.ndarray, ...]
 """Float or, for a complex step, complex."""

@@ -14,8 +14,8 @@ from peft import LoraConfig
 
 from past_opsd import config
 from past_opsd.config import Recipe
+from past_opsd.nouns import PastError
 from past_opsd.trl import fields as trl_fields
-from past_opsd.types import PastError
 
 T = TypeVar("T")
 EVALUATION = "eval"

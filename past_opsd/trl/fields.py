@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 # TRL's default, and what the field means here.
 HONOURED: Mapping[str, tuple[Any, str]] = {

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import TrainerState
 
+from past_opsd.nouns import Closing, PastError, Problem, Response, Verdict
 from past_opsd.trl.config import PASTConfig
-from past_opsd.types import Closing, PastError, Problem, Response, Verdict
 from past_opsd.verifiers import Reason
 from past_opsd.verifiers._call import called, rewards
 

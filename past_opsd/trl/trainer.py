@@ -28,6 +28,7 @@ from past_opsd.export import export, push
 from past_opsd.files import write_text
 from past_opsd.folder import RunFolder
 from past_opsd.model import Model, _tokenizer_text, load_tokenizer
+from past_opsd.nouns import PastError, derive_seed
 from past_opsd.trackers import BACKENDS, Displays, open_trackers
 from past_opsd.train import Display, Outcome, Session, Silent, assemble, train
 from past_opsd.trl import fields
@@ -35,7 +36,6 @@ from past_opsd.trl.config import EVALUATION, PASTConfig, defaults, held_out, int
 from past_opsd.trl.events import Events, evaluated, named
 from past_opsd.trl.messages import translate
 from past_opsd.trl.rewards import Reward, RewardVerifier, verifier
-from past_opsd.types import PastError, derive_seed
 from past_opsd.ui import TrainDisplay
 
 Rows = Iterable[Mapping[str, Any]]

@@ -7,7 +7,7 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Protocol, Self
 
-from past_opsd.types import Problem, Response, Verdict
+from past_opsd.nouns import Problem, Response, Verdict
 
 
 class Reason(StrEnum):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from past_opsd.types import PastError, Problem, Verdict
+from past_opsd.nouns import PastError, Problem, Verdict
 from past_opsd.verifiers import Reason
 from past_opsd.verifiers._extract import find_boxes
 

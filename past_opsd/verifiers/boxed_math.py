@@ -17,7 +17,7 @@ from typing import Literal
 from pydantic import Field
 
 from past_opsd.config import Section
-from past_opsd.types import Closing, Problem, Response, Verdict
+from past_opsd.nouns import Closing, Problem, Response, Verdict
 from past_opsd.verifiers import Reason, Verifier
 from past_opsd.verifiers._extract import find_answer, find_boxes
 from past_opsd.verifiers._normalise import clean, drop_invisible, is_quoted, label, nesting, rational, squeeze, voted

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from past_opsd.config import Section
-from past_opsd.types import Closing, Problem, Response, Verdict
+from past_opsd.nouns import Closing, Problem, Response, Verdict
 from past_opsd.verifiers import Reason, Verifier
 from past_opsd.verifiers._extract import after_thinking, find_answer
 

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from past_opsd.arguments import place
 from past_opsd.config import plugin
 from past_opsd.files import whole
+from past_opsd.nouns import PastError, Problem, Response, Verdict
 from past_opsd.reading import plain, room
-from past_opsd.types import PastError, Problem, Response, Verdict
 from past_opsd.verifiers import Verifier
 from past_opsd.verifiers.pool import WorkerPool
 

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 _LOG = logging.getLogger(__name__)
 _TELL_EVERY = 30.0

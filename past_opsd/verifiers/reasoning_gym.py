@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pydantic import Field
 
 from past_opsd.config import Section
-from past_opsd.types import Closing, PastError, Problem, Response, Verdict
+from past_opsd.nouns import Closing, PastError, Problem, Response, Verdict
 from past_opsd.verifiers import Reason, Verifier
 from past_opsd.verifiers._extract import find_answer
 from past_opsd.verifiers.pool import Lost, WorkerPool

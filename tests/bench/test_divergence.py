@@ -11,7 +11,7 @@ import torch
 
 from past_opsd.bench import BENCHMARKS
 from past_opsd.bench import divergence as bench
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 
 def arguments(*words):

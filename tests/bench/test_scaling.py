@@ -12,7 +12,7 @@ import pytest
 
 from past_opsd.bench import BENCHMARKS, scaling
 from past_opsd.model import Model
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 SIZES = scaling.Sizes(batch=2, group=1, prompt=6, response=4, vocabulary=64, hidden=16)
 SETUP = scaling.Setup(SIZES, threads=1, budget=64, loss_mib=1)

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from past_opsd.bench import BENCHMARKS, shared
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 
 def arguments(*words: str) -> argparse.Namespace:

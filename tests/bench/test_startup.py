@@ -6,7 +6,7 @@ import pytest
 
 from past_opsd.bench import startup
 from past_opsd.cli import main
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 
 def test_prints_cpu_time_and_memory(capsys, monkeypatch):

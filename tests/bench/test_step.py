@@ -12,8 +12,8 @@ from past_opsd.bench import BENCHMARKS, step
 from past_opsd.bench._ours import Plan, Step
 from past_opsd.bench._worker import serve
 from past_opsd.model import load_tokenizer
+from past_opsd.nouns import PastError
 from past_opsd.prompts import Prompts
-from past_opsd.types import PastError
 
 SMALL = ("--recipes", "embedded", "--group", "3", "--prompts", "2", "--tokens", "40", "--repeats", "1")
 

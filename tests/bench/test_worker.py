@@ -8,7 +8,7 @@ import torch
 
 from past_opsd.bench._products import Recorder, Replay
 from past_opsd.bench._worker import Side, peak, peak_beyond, serve
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from past_opsd.engines import Engine, Request
 from past_opsd.model import Model, resolve
+from past_opsd.nouns import View, derive_seed
 from past_opsd.tasks import embedded
-from past_opsd.types import View, derive_seed
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from past_opsd import config, serve
 from past_opsd.config import LoraSection, ModelSection
 from past_opsd.engines import Engine
 from past_opsd.model import Model
-from past_opsd.types import Adapter, derive_seed
+from past_opsd.nouns import Adapter, derive_seed
 
 # Compiling would cost minutes and change nothing that is tested here.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")

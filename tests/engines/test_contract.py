@@ -13,7 +13,7 @@ from past_opsd.config import Sampling
 from past_opsd.engines import Engine, Request, StaleAdapterError
 from past_opsd.engines._draw import cut as cut_support
 from past_opsd.model import Model
-from past_opsd.types import View
+from past_opsd.nouns import View
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM and what it imports warn about themselves
 

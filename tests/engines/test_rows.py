@@ -16,7 +16,7 @@ from past_opsd.config import Sampling
 from past_opsd.engines import Request, _lean, _rows
 from past_opsd.engines.torch import Options, build
 from past_opsd.model import Model
-from past_opsd.types import PastError, View, derive_seed
+from past_opsd.nouns import PastError, View, derive_seed
 
 HOT = Sampling(max_new_tokens=16, temperature=1.5)
 WINDOWED = {"windowed": ("MistralConfig", SHAPE | {"sliding_window": 6}, set())}

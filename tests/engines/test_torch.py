@@ -11,8 +11,8 @@ from past_opsd.engines import Request, StaleAdapterError
 from past_opsd.engines._draw import choose
 from past_opsd.engines.torch import Options, TorchEngine, build
 from past_opsd.model import Model
+from past_opsd.nouns import View, derive_seed
 from past_opsd.tasks import embedded
-from past_opsd.types import View, derive_seed
 
 SAMPLING = Sampling(max_new_tokens=34)
 

@@ -27,9 +27,9 @@ from past_opsd.engines.vllm_backend import Options, Probe, arguments, environmen
 from past_opsd.export import export
 from past_opsd.folder import RunFolder
 from past_opsd.model import Model
+from past_opsd.nouns import PastError, View, derive_seed
 from past_opsd.pretrained import cache
 from past_opsd.train import session, train
-from past_opsd.types import PastError, View, derive_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM and what it imports warn about themselves
 

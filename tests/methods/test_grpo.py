@@ -12,8 +12,8 @@ from past_opsd import config
 from past_opsd.losses import Reinforce, Stay
 from past_opsd.methods.grpo import Grpo
 from past_opsd.model import Model
+from past_opsd.nouns import Attempt, Batch, PastError, Problem, Response, Verdict, View, route
 from past_opsd.train import session
-from past_opsd.types import Attempt, Batch, PastError, Problem, Response, Verdict, View, route
 
 PROMPT = (1, 2, 3)
 
@@ -141,8 +141,8 @@ def test_one_cycle_equals_an_independent_naive_implementation(
     overrides += [f"learner.reduction='{reduction}'", "rollout.samples_per_problem=4"]
     recipe = small_recipe("embedded/grpo", *overrides)
     with session(recipe) as mine, session(recipe) as other:
-        naive.stir(mine, "student")
-        naive.stir(other, "student")
+        naive.perturb(mine, "student")
+        naive.perturb(other, "student")
         cycle = mine.loop.cycle(0)
         assert 0 < cycle.metrics["group/mixed"] < 1
         assert len(cycle.batch.attempts) == 24

@@ -15,10 +15,10 @@ from past_opsd.lab import Work
 from past_opsd.learner import stack_jobs
 from past_opsd.losses import ModulatedReinforce, Reinforce, Stay
 from past_opsd.methods.h2sd import H2sd
+from past_opsd.nouns import Adapter, Attempt, PastError, Problem, Response, Term, Verdict, View, route
 from past_opsd.prompts import Prompts
 from past_opsd.resume import differences
 from past_opsd.train import Session, session
-from past_opsd.types import Adapter, Attempt, PastError, Problem, Response, Term, Verdict, View, route
 
 PROBLEM = Problem("p", "6*7*3*4", "2, 6, 4, \\boxed{4}", "4")
 OTHER = Problem("o", "1+2+3", "3, 6, \\boxed{6}", "6")
@@ -305,8 +305,8 @@ def naive_loss(parts: Session, attempts: Sequence[Attempt], hints: dict[str, str
 def test_one_cycle_equals_an_independent_naive_implementation(small_recipe):
     recipe = small_recipe("embedded/h2sd", *follow("student"), *GROUPS, "rollout.problems_per_cycle=5")
     with session(recipe) as mine, session(recipe) as other:
-        naive.stir(mine, "student")
-        naive.stir(other, "student")
+        naive.perturb(mine, "student")
+        naive.perturb(other, "student")
         mine.loop.prepare()
         batch = mine.loop.cycle(0).batch
         kinds = mine.loop.method.metrics()

@@ -8,8 +8,8 @@ import torch
 from rounding import follow
 
 from past_opsd.losses import GeneralizedJSD, Match
+from past_opsd.nouns import PastError, View
 from past_opsd.train import session
-from past_opsd.types import PastError, View
 
 
 def test_the_teacher_is_another_model_that_reads_what_the_student_reads(small_recipe):

@@ -7,8 +7,8 @@ from rounding import follow
 
 from past_opsd import config
 from past_opsd.losses import Match
+from past_opsd.nouns import PastError, View
 from past_opsd.train import Session, session
-from past_opsd.types import PastError, View
 
 ADAPTERS = ("student", "teacher")
 
@@ -38,8 +38,8 @@ def test_one_cycle_equals_an_independent_naive_implementation(small_recipe, reci
     """Both adapters after the cycle; three different sets of weights, so that reading the wrong ones shows."""
     made = small_recipe(f"embedded/{recipe}", *follow("student"))
     with session(made) as mine, session(made) as other:
-        naive.stir(mine, *ADAPTERS)
-        naive.stir(other, *ADAPTERS)
+        naive.perturb(mine, *ADAPTERS)
+        naive.perturb(other, *ADAPTERS)
         batch = mine.loop.cycle(0).batch
         targets = [(weights, other.loop.prompts.reference(a.problem)) for a in batch.attempts]
         loss = naive.student_loss(other.model, batch.attempts, targets, 1.0)

@@ -9,8 +9,8 @@ from rounding import follow
 from past_opsd import config
 from past_opsd.losses import GeneralizedJSD, Imitate, Match, Reinforce, SampledToken, Stay, TopK
 from past_opsd.methods.past import Past
+from past_opsd.nouns import Attempt, Batch, Group, PastError, Problem, Response, Verdict, View, route
 from past_opsd.train import Session, session
-from past_opsd.types import Attempt, Batch, Group, PastError, Problem, Response, Verdict, View, route
 
 PROBLEM = Problem("p", "6*7*3*4", "2, 6, 4, \\boxed{4}", "4")
 
@@ -167,8 +167,8 @@ def test_one_cycle_equals_an_independent_naive_implementation(small_recipe):
     """Same rollouts, both adapters after both steps: the package against plain autograd, one sequence at a time."""
     recipe = small_recipe("embedded/past", *follow("student", "teacher"))
     with session(recipe) as mine, session(recipe) as other:
-        naive.stir(mine, "student", "teacher")
-        naive.stir(other, "student", "teacher")
+        naive.perturb(mine, "student", "teacher")
+        naive.perturb(other, "student", "teacher")
         cycle = mine.loop.cycle(0)
         assert cycle.batch.correct
         assert any(g.mixed for g in cycle.groups)

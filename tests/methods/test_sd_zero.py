@@ -13,9 +13,9 @@ from past_opsd.lab import Work
 from past_opsd.losses import Imitate, MixedTopK, Stay
 from past_opsd.methods.sd_zero import Options, Revision, SdZero
 from past_opsd.model import load_tokenizer
+from past_opsd.nouns import Adapter, Attempt, Batch, PastError, Problem, Response, Term, Verdict, View
 from past_opsd.prompts import Prompts
 from past_opsd.train import Session, session
-from past_opsd.types import Adapter, Attempt, Batch, PastError, Problem, Response, Term, Verdict, View
 
 PROBLEMS = [Problem(f"p{i}", f"{i}*7*3*4", "", str(i)) for i in range(4)]
 WRONG, RIGHT = "2*7=5; \\boxed{5}", "2*7=4; \\boxed{4}"
@@ -391,7 +391,7 @@ def test_one_cycle_equals_an_independent_naive_implementation(small_recipe, dive
     recipe = small_recipe("embedded/sd_zero", *PHASE1, *overrides, *follow("student"))
     with session(recipe) as mine, session(recipe) as other:
         for parts in (mine, other):
-            naive.stir(parts, "student", "teacher")
+            naive.perturb(parts, "student", "teacher")
         batch = mine.loop.cycle(0).batch
         assert batch.correct
         assert batch.failed

@@ -7,8 +7,8 @@ from rounding import follow
 
 from past_opsd import config
 from past_opsd.losses import Imitate
+from past_opsd.nouns import Batch, PastError, Problem, View
 from past_opsd.train import session
-from past_opsd.types import Batch, PastError, Problem, View
 
 
 def test_the_student_imitates_the_reference_and_its_end_under_its_own_prompt(small_recipe):
@@ -53,8 +53,8 @@ def test_one_cycle_equals_an_independent_naive_implementation(small_recipe, redu
     recipe = small_recipe("embedded/sft", *follow("student"), f"learner.reduction='{reduction}'")
     with session(recipe) as mine, session(recipe) as other:
         model = other.model
-        naive.stir(mine, "student")
-        naive.stir(other, "student")
+        naive.perturb(mine, "student")
+        naive.perturb(other, "student")
         losses, lengths = [], []
         model.activate("student")
         for parameter in model.parameters("student").values():

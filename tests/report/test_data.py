@@ -8,9 +8,9 @@ import pytest
 from conftest import Quiet, small
 
 from past_opsd import cli, suite
+from past_opsd.nouns import PastError
 from past_opsd.report import data
 from past_opsd.train import train
-from past_opsd.types import PastError
 
 
 @pytest.fixture(scope="module")

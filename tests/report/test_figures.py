@@ -15,10 +15,10 @@ import pytest
 from conftest import Quiet, small
 
 from past_opsd import probes, shift
+from past_opsd.nouns import PastError
 from past_opsd.report import answers, data, figures, learning, page, panels, points, style
 from past_opsd.report.figures import Figure, Panel
 from past_opsd.train import train
-from past_opsd.types import PastError
 from past_opsd.verifiers import Reason
 
 PAPER = {

@@ -17,10 +17,10 @@ from conftest import Quiet, small
 
 from past_opsd import report, stats
 from past_opsd.evaluate import Evaluation, TaskResult, stack
+from past_opsd.nouns import PastError
 from past_opsd.report import answers, data, figures, page, summary, trajectories
 from past_opsd.report.data import Run
 from past_opsd.train import train
-from past_opsd.types import PastError
 
 EVIL = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2>\u2028&amp;\"'"
 

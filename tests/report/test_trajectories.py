@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from past_opsd import checkpoint
 from past_opsd.folder import RunFolder
 from past_opsd.losses import Match, Stay
+from past_opsd.nouns import View
 from past_opsd.report import data, trajectories
 from past_opsd.train import session, train
-from past_opsd.types import View
 
 
 def _train(folder: Path, name: str, *overrides: str) -> Path:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from past_opsd import config
+from past_opsd.nouns import PastError, Response
 from past_opsd.tasks import benchmarks
 from past_opsd.tasks.benchmarks import BENCHMARKS, PRESETS, Options, build, evaluation_recipe, lora_overrides
 from past_opsd.train import session
-from past_opsd.types import PastError, Response
 from past_opsd.verifiers.boxed_math import BoxedMath
 from past_opsd.verifiers.boxed_math import Options as Boxed
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 from pydantic import ValidationError
 
+from past_opsd.nouns import PastError, Problem, Response
 from past_opsd.tasks import Problems, reasoning_gym
 from past_opsd.tasks.reasoning_gym import Options, build
-from past_opsd.types import PastError, Problem, Response
 from past_opsd.verifiers import reasoning_gym as scorers
 from past_opsd.verifiers.pool import WorkerPool
 from past_opsd.verifiers.reasoning_gym import Gym

@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 from pydantic import ValidationError
 
+from past_opsd.nouns import Problem, Response
 from past_opsd.tasks import word_problems
 from past_opsd.tasks._phrases import NAMES, SCENES, Phrase
 from past_opsd.tasks.word_problems import Options, build
-from past_opsd.types import Problem, Response
 from past_opsd.verifiers.boxed_math import BoxedMath
 from past_opsd.verifiers.boxed_math import Options as Boxed
 

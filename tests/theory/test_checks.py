@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from past_opsd import sampling
+from past_opsd import sampler
 from past_opsd.losses import Match, Stay
 from past_opsd.theory import adaptive, check, checks, clipping, command, process, projection, transfer
 from past_opsd.theory.check import Check, compare
@@ -80,15 +80,15 @@ class Whole:
 
 
 def no_retry(failed, base, maximum, draw):
-    return sampling.fixed(failed, base, draw, retry=False)
+    return sampler.fixed(failed, base, draw, retry=False)
 
 
 def stuck(failed, base, maximum, draw):
-    return sampling.fixed(failed, maximum, draw)
+    return sampler.fixed(failed, maximum, draw)
 
 
 def short_group(G, draw):
-    return sampling.fixed(adaptive.FAILED, max(1, G - 1), draw)
+    return sampler.fixed(adaptive.FAILED, max(1, G - 1), draw)
 
 
 def first_only(self, cell, code):
@@ -120,9 +120,9 @@ FAULTS = {
     "floor": (clipping, "clipping_floor", lambda p, tau: p * np.exp(-2 * tau / p), clipping.safe_region),
     "no-clip": (clipping, "Match", lambda tau: Match(), clipping.counter_example),
     "correct-tv": (clipping, "tv", lambda p, q: np.full(len(q), 1.0), clipping.correct_branch),
-    "sampler-no-retry": (sampling, "adaptive", no_retry, adaptive.adaptive_groups),
+    "sampler-no-retry": (sampler, "adaptive", no_retry, adaptive.adaptive_groups),
     "group-short": (adaptive, "_fixed", short_group, adaptive.fixed_groups),
-    "controller-stuck": (sampling, "adaptive", stuck, adaptive.controlled),
+    "controller-stuck": (sampler, "adaptive", stuck, adaptive.controlled),
 }
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr
 
 from past_opsd.losses import GeneralizedJSD, Match, Stay
+from past_opsd.nouns import PastError
 from past_opsd.theory import (
     Decomposition,
     barycenter,
@@ -25,7 +26,6 @@ from past_opsd.theory import (
     tv,
     value_shift,
 )
-from past_opsd.types import PastError
 
 property_test = settings(deadline=None, derandomize=True, max_examples=60)
 MASSES = st.one_of(st.sampled_from([0.0, 0.0, 1e-200, 1e-12, 1.0]), st.floats(1e-6, 1.0))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from past_opsd.nouns import PastError
 from past_opsd.theory import kl
 from past_opsd.theory.process import (
     Shape,
@@ -24,7 +25,6 @@ from past_opsd.theory.process import (
     random_policy,
     random_process,
 )
-from past_opsd.types import PastError
 
 property_test = settings(deadline=None, derandomize=True, max_examples=25)
 SHAPES = st.builds(

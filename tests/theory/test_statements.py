@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from past_opsd.sampling import adaptive, expected_first_stage, expected_samples, fixed, skip_probability
+from past_opsd.sampler import adaptive, expected_first_stage, expected_samples, fixed, skip_probability
 from past_opsd.theory import barycenter, decompose, kl, perfect_teacher, tv, value_shift
 from past_opsd.theory.adaptive import FAILED, expectation, first_stage, paths, samples, skipped, successes
 from past_opsd.theory.clipping import correct_objective

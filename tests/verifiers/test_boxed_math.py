@@ -5,7 +5,7 @@ from importlib.metadata import version
 import pytest
 from pydantic import ValidationError
 
-from past_opsd.types import Problem, Response, Verdict
+from past_opsd.nouns import Problem, Response, Verdict
 from past_opsd.verifiers.boxed_math import BoxedMath, Options
 
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from past_opsd.types import Problem, Response, Verdict
+from past_opsd.nouns import Problem, Response, Verdict
 from past_opsd.verifiers._compare import judge
 from past_opsd.verifiers._normalise import clean
 from past_opsd.verifiers._prose import stated

@@ -1,6 +1,6 @@
 import pytest
 
-from past_opsd.types import Problem, Response
+from past_opsd.nouns import Problem, Response
 from past_opsd.verifiers.exact import Exact, Options
 
 

@@ -15,13 +15,13 @@ import pytest
 from pydantic import ValidationError
 
 from past_opsd import config
-from past_opsd.types import PastError, Problem, Response, Verdict
+from past_opsd.nouns import PastError, Problem, Response, Verdict
 from past_opsd.verifiers import grade
 from past_opsd.verifiers.function import Function, Options, build
 
 PLAIN = r'''
 import asyncio, os, subprocess, sys, time
-from past_opsd.types import Verdict
+from past_opsd.nouns import Verdict
 
 def check(response, problem):
     """Everything a response can ask for, by its first word."""

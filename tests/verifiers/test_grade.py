@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 from past_opsd.verifiers import Verifier
 from past_opsd.verifiers.boxed_math import Options, build
 from past_opsd.verifiers.grade import add_arguments, grade_file, render, run

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from past_opsd.types import PastError
+from past_opsd.nouns import PastError
 from past_opsd.verifiers.pool import Lost, WorkerPool
 
 VICTIM = """

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from past_opsd.types import Problem, Response
+from past_opsd.nouns import Problem, Response
 from past_opsd.verifiers import Reason
 from past_opsd.verifiers._extract import find_boxes
 from past_opsd.verifiers.boxed_math import BoxedMath, Options

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from past_opsd.sampling import (
+from past_opsd.nouns import Attempt, Group, PastError, Problem, Response, Verdict, View
+from past_opsd.sampler import (
     Controller,
     ControllerOptions,
     adaptive,
@@ -22,7 +23,6 @@ from past_opsd.sampling import (
     mixed_probability,
     skip_probability,
 )
-from past_opsd.types import Attempt, Group, PastError, Problem, Response, Verdict, View
 
 PROBLEM = Problem(id="p", text="x", solution="z", answer="a")
 SIZES = [(b, G) for G in range(1, 5) for b in range(1, G + 1)]
@@ -401,6 +401,6 @@ def test_controller_invariants_and_resume(case):
 
 
 def test_sampling_needs_no_tensor_library():
-    code = "import sys, past_opsd.sampling; print(*{'torch', 'transformers', 'peft', 'numpy'} & set(sys.modules))"
+    code = "import sys, past_opsd.sampler; print(*{'torch', 'transformers', 'peft', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

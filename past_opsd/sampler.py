@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from past_opsd.types import Attempt, Group, PastError
+from past_opsd.nouns import Attempt, Group, PastError
 
 Round = Callable[[Sequence[tuple[int, int]]], list[Attempt]]
 """One batched round: asked for (trajectory, draw index) pairs, returns verified continuations in that order.

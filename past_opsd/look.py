@@ -10,9 +10,9 @@ from rich.text import Text
 from past_opsd import config
 from past_opsd.config import Recipe
 from past_opsd.model import load_tokenizer
+from past_opsd.nouns import Attempt, PastError, Response, Tokens, Verdict, View
 from past_opsd.prompts import Prompts
 from past_opsd.train import session
-from past_opsd.types import Attempt, PastError, Response, Tokens, Verdict, View
 
 PROMPT, SUPERVISED = "dim", "bold black on green"
 

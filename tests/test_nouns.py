@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from past_opsd.types import (
+from past_opsd.nouns import (
     Attempt,
     Group,
     Problem,
