@@ -72,11 +72,11 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others():
     assert all(c.ok for c in other)
 
 
-class Whole:
+class Whole(Match):
     """`losses.Match` with the clip on the whole position."""
 
-    def __new__(cls, tau=math.inf):
-        return Match(tau, "token")
+    def __call__(self, live_logp, frozen_logp, tokens):
+        return Match()(live_logp, frozen_logp, tokens).clamp(max=self.tau)
 
 
 def no_retry(failed, base, maximum, draw):
