@@ -102,3 +102,8 @@ def test_images_copy_files_that_are_there_and_install_extras_that_exist():
         assert all(f"!{word}\n" in (ROOT / ".dockerignore").read_text() for word in copied), file
         assert text.count("--constraint constraints.txt") == text.count("pip install")
         assert {extra for found in re.findall(r"\.\[([a-z,]+)\]", text) for extra in found.split(",")} <= set(EXTRAS)
+
+
+def test_no_module_shadows_the_standard_library():
+    """A file of the package run directly would import it in the place of Python's own."""
+    assert not [path for path in PACKAGE.rglob("*.py") if path.stem in sys.stdlib_module_names]

@@ -22,9 +22,14 @@ from ranks import Launcher
 from past_opsd.cli import main
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
+<<<<<<< HEAD
 from past_opsd.folder import RunFolder
 from past_opsd.nouns import PastError
 from past_opsd.trackers import BACKENDS, STATE, Displays, Tracker, open_trackers
+=======
+from past_opsd.folder import TRACKERS, RunFolder
+from past_opsd.trackers import BACKENDS, Displays, Tracker, open_trackers
+>>>>>>> 6276917 (The trackers' test asks the run's folder for their file)
 from past_opsd.train import Display, train
 
 pytestmark = pytest.mark.filterwarnings(
@@ -111,7 +116,7 @@ def wandb_finished(path: Path) -> list[Any]:
 
 
 def read_wandb(folder: Path) -> tuple[Rows, str, list[str]]:
-    state = json.loads((folder / STATE).read_text())
+    state = json.loads((folder / TRACKERS).read_text())
     newest = max((folder / "wandb").glob(f"offline-run-*-{state['id']}"), key=lambda p: p.stat().st_mtime_ns)
     rows: Rows = {}
     recipe, notes = "", []
@@ -132,7 +137,7 @@ def read_trackio(folder: Path) -> tuple[Rows, str, list[str]]:
     from trackio import Api
     from trackio.sqlite_storage import SQLiteStorage
 
-    state = json.loads((folder / STATE).read_text())
+    state = json.loads((folder / TRACKERS).read_text())
     (found,) = [r for r in Api().runs("past-opsd") if r.name.endswith(state["id"][:6])]
     rows: Rows = {}
     notes = []
@@ -200,10 +205,10 @@ def resumed(
     killed = launch(1, str(driver), str(folder), ",".join(INSTALLED), *SETTINGS)
     assert killed.codes == [-signal.SIGKILL], killed.err
     between = {name: sorted(read(name, folder)[0]) for name in INSTALLED if name != "wandb"}
-    identity = (folder / STATE).read_text()
+    identity = (folder / TRACKERS).read_text()
     recipe = small_recipe("embedded/past", *SETTINGS)
     assert run(recipe, folder, [*INSTALLED, *INSTALLED], resume=True).finished
-    assert (folder / STATE).read_text() == identity
+    assert (folder / TRACKERS).read_text() == identity
     return recipe, folder, between
 
 
@@ -224,7 +229,7 @@ def test_a_tracker_that_joins_later_gets_the_whole_run(resumed, tmp_path: Path):
     need("tensorboard")
     recipe, done, _ = resumed
     folder = tmp_path / "run"
-    shutil.copytree(done, folder, ignore=shutil.ignore_patterns("checkpoint-00003", "tensorboard", STATE))
+    shutil.copytree(done, folder, ignore=shutil.ignore_patterns("checkpoint-00003", "tensorboard", TRACKERS))
     assert run(recipe, folder, ["tensorboard"], resume=True).finished
     assert same(read("tensorboard", folder)[0], expected(recipe, folder))
 
@@ -417,17 +422,17 @@ def test_a_refused_run_leaves_no_trace(tmp_path: Path, small_recipe, name: str):
 
 
 def test_damaged_state_is_told(tmp_path: Path, small_recipe):
-    (tmp_path / STATE).write_text("{")
+    (tmp_path / TRACKERS).write_text("{")
     with pytest.raises(PastError, match=r"trackers\.json: not written by this package"):
         open_trackers([], tmp_path, small_recipe())
 
 
 def test_a_state_that_is_no_file_of_the_run_is_not_read(tmp_path: Path, small_recipe):
-    os.mkfifo(tmp_path / STATE)
+    os.mkfifo(tmp_path / TRACKERS)
     with pytest.raises(PastError, match="a pipe"):
         open_trackers([], tmp_path, small_recipe())
-    (tmp_path / STATE).unlink()
-    (tmp_path / STATE).symlink_to("/dev/zero")
+    (tmp_path / TRACKERS).unlink()
+    (tmp_path / TRACKERS).symlink_to("/dev/zero")
     with pytest.raises(PastError, match="leads out of the run"):
         open_trackers([], tmp_path, small_recipe())
 
