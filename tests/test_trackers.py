@@ -22,14 +22,9 @@ from ranks import Launcher
 from past_opsd.cli import main
 from past_opsd.config import Recipe
 from past_opsd.evaluate import Evaluation
-<<<<<<< HEAD
-from past_opsd.folder import RunFolder
-from past_opsd.nouns import PastError
-from past_opsd.trackers import BACKENDS, STATE, Displays, Tracker, open_trackers
-=======
 from past_opsd.folder import TRACKERS, RunFolder
+from past_opsd.nouns import PastError
 from past_opsd.trackers import BACKENDS, Displays, Tracker, open_trackers
->>>>>>> 6276917 (The trackers' test asks the run's folder for their file)
 from past_opsd.train import Display, train
 
 pytestmark = pytest.mark.filterwarnings(
