@@ -112,8 +112,8 @@ def test_a_resume_that_is_not_exact_is_found(monkeypatch: pytest.MonkeyPatch):
     assert (row.name, row.passed) == ("Resume and RNG recovery", 1)
     real = doctor.checkpoint.restore
 
-    def inexact(path, model, learner):
-        state = real(path, model, learner)
+    def inexact(path, model, learner, state):
+        state = real(path, model, learner, state)
         model.perturb(seed=1, scale=1e-6)
         return state
 
