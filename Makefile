@@ -64,7 +64,7 @@ $(VENV)-bench/.ready: pyproject.toml constraints.txt
 # vLLM for real, on the CPU, in an environment of its own; one process, since each worker would start its own servers.
 # lm-evaluation-harness is there too: it loads what 'past export' writes.
 test-vllm: $(VENV)-vllm/.ready
-	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest tests/engines tests/test_serve.py tests/test_export.py
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest tests/rollout/engines tests/rollout/test_serve.py tests/run/test_export.py
 
 # What a user gets: the wheel in a new environment outside this folder, used from an empty one.
 wheel-test:

@@ -1,4 +1,4 @@
-"""How often the 95 % intervals of past_opsd.stats contain the truth, on simulated results with a known difference.
+"""How often the 95 % intervals of past_opsd.core.stats contain the truth, on simulated results with a known difference.
 
 Usage: python benchmarks/coverage.py [REPETITIONS]; docs/statistics.md quotes the table of 800 repetitions.
 """
@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-from past_opsd.stats import paired_bootstrap
+from past_opsd.core.stats import paired_bootstrap
 
 TASKS, SEEDS, PROBLEMS, DRAWS = 3, 3, 30, 12
 GAIN, BETWEEN_PROBLEMS, BETWEEN_CELLS = 0.05, 0.15, 0.05

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from past_opsd.cli import main
+from past_opsd.interface.cli import main
 
 if __name__ == "__main__":
     code = main()

@@ -46,11 +46,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from past_opsd import checkpoint, config, model
-from past_opsd.config import Recipe
-from past_opsd.folder import RunFolder
-from past_opsd.nouns import PastError, derive_seed
-from past_opsd.train import session, train
+from past_opsd.core import config
+from past_opsd.core.config import Recipe
+from past_opsd.core.nouns import PastError, derive_seed
+from past_opsd.policy import model
+from past_opsd.run import checkpoint
+from past_opsd.run.folder import RunFolder
+from past_opsd.run.train import session, train
 
 RECIPE = [
     "run.cycles=3",

@@ -23,7 +23,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from past_opsd.nouns import Problem, derive_seed
+from past_opsd.core.nouns import Problem, derive_seed
 from past_opsd.tasks import embedded
 from past_opsd.tasks.embedded import HINDSIGHT, OPERATIONS, REFERENCE, STUDENT, WORLDS, Document, World, draw_document
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from ranks import Launcher
 
-from past_opsd import config
-from past_opsd.config import Recipe
-from past_opsd.train import Session, session
+from past_opsd.core import config
+from past_opsd.core.config import Recipe
+from past_opsd.run.train import Session, session
 
 SMALL = [
     "run.cycles=3",
@@ -28,7 +28,8 @@ SMALL = [
 COMPUTES = re.compile(r"^(?:import|from) (?:torch|naive|rounding)\b", re.MULTILINE)
 COMPARES = re.compile(r"assert_close|allclose|approx\(|assert_same|assert_rounding|torch\.equal|tolerance|1e-\d")
 
-ELSEWHERE = re.compile(r"^from past_opsd\.(?:cli|bench)\b|importorskip\(.triton|find_spec\(.triton", re.MULTILINE)
+COMMANDS = r"^from past_opsd\.(?:interface\.cli|interface import.* cli|analysis\.bench|analysis import.* bench)\b"
+ELSEWHERE = re.compile(COMMANDS + r"|importorskip\(.triton|find_spec\(.triton", re.MULTILINE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

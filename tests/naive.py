@@ -8,10 +8,10 @@ import torch
 from rounding import assert_rounding
 from torch import Tensor
 
-from past_opsd.model import Model
-from past_opsd.nouns import Adapter, Attempt, Batch, Group
-from past_opsd.prompts import Prompts
-from past_opsd.train import Session
+from past_opsd.core.nouns import Adapter, Attempt, Batch, Group
+from past_opsd.core.prompts import Prompts
+from past_opsd.policy.model import Model
+from past_opsd.run.train import Session
 
 
 def perturb(parts: Session, *adapters: Adapter) -> None:

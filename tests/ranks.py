@@ -70,10 +70,6 @@ def _environment() -> dict[str, str]:
 
 
 def _serve() -> None:
-    import past_opsd.engines.torch
-    import past_opsd.train
-    import past_opsd.trl
-    import past_opsd.ui  # noqa: F401
 
     for line in sys.stdin:
         order = json.loads(line)
@@ -127,7 +123,7 @@ def _fork(order: dict[str, Any], rank: int, port: int) -> int:
         os.environ |= order["environment"] | names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         for number, kind in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{order['log']}/{rank}.{kind}", os.O_WRONLY | os.O_CREAT), number)
-        from past_opsd import cli
+        from past_opsd.interface import cli
 
         if order["fault"].get("rank") == rank:
             _plant(order["fault"])
@@ -157,8 +153,11 @@ def _plant(fault: dict[str, Any]) -> None:
     """Make this rank fail: 'kill', 'stop' and 'interrupt' are signals to itself at a phase of a cycle."""
     import torch
 
-    from past_opsd import fused, learner, train, ui
-    from past_opsd.model import Model
+    from past_opsd import learner
+    from past_opsd.interface import ui
+    from past_opsd.policy import fused
+    from past_opsd.policy.model import Model
+    from past_opsd.run import train
 
     kind = fault["kind"]
     signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}

@@ -22,20 +22,22 @@ from conftest import Quiet, small
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from past_opsd import boundary, checkpoint, config, export, report, suite
-from past_opsd.evaluate import Evaluation
-from past_opsd.folder import CHECKPOINT, RunFolder
-from past_opsd.nouns import PastError, Response, derive_seed
-from past_opsd.probes import probe
-from past_opsd.report import data, figures, page
-from past_opsd.shift import shift
+from past_opsd.analysis import report, suite
+from past_opsd.analysis.probes import probe
+from past_opsd.analysis.report import data, figures, page
+from past_opsd.analysis.shift import shift
+from past_opsd.analysis.watch import Watched
+from past_opsd.core import config
+from past_opsd.core.nouns import PastError, Response, derive_seed
+from past_opsd.rollout.verifiers import _normalise, boxed_math
+from past_opsd.rollout.verifiers._extract import find_answer
+from past_opsd.rollout.verifiers.grade import grade_file
+from past_opsd.run import boundary, checkpoint, export
+from past_opsd.run.evaluate import Evaluation
+from past_opsd.run.folder import CHECKPOINT, RunFolder
+from past_opsd.run.train import Session, _restore, session, train
 from past_opsd.tasks import dataset
 from past_opsd.tasks._columns import ALIASES, Loaded, Reading, load
-from past_opsd.train import Session, _restore, session, train
-from past_opsd.verifiers import _normalise, boxed_math
-from past_opsd.verifiers._extract import find_answer
-from past_opsd.verifiers.grade import grade_file
-from past_opsd.watch import Watched
 
 TIMES = int(os.environ.get("PAST_FUZZ", "1"))
 

@@ -19,7 +19,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NOT_FOR_USERS = ("dev", "bench", "docs")
 
 # Imported by nothing but code that has looked whether the extra is there.
-ONLY_WITH = {"fused_triton.py": "triton", "engines/vllm_logits.py": "vllm", "verifiers/_gym.py": "tasks"}
+ONLY_WITH = {
+    "policy/fused_triton.py": "triton",
+    "rollout/engines/vllm_logits.py": "vllm",
+    "rollout/verifiers/_gym.py": "tasks",
+}
 
 
 def names(requirements: list[str]) -> set[str]:

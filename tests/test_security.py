@@ -19,18 +19,22 @@ import torch
 from conftest import Quiet
 from safetensors.torch import load_file
 
-from past_opsd import boundary, checkpoint, cli, config, export, serve, watch
-from past_opsd.config import ModelSection, Recipe
-from past_opsd.folder import RunFolder
-from past_opsd.model import Model, load_tokenizer
-from past_opsd.nouns import PastError, Problem, Response
-from past_opsd.pretrained import hardware, load_network, read_config
-from past_opsd.prompts import Prompts
-from past_opsd.report import data, figures, trajectories
-from past_opsd.report.data import find
+from past_opsd.analysis import watch
+from past_opsd.analysis.report import data, figures, trajectories
+from past_opsd.analysis.report.data import find
+from past_opsd.core import config
+from past_opsd.core.config import ModelSection, Recipe
+from past_opsd.core.nouns import PastError, Problem, Response
+from past_opsd.core.prompts import Prompts
+from past_opsd.interface import cli
+from past_opsd.policy.model import Model, load_tokenizer
+from past_opsd.policy.pretrained import hardware, load_network, read_config
+from past_opsd.rollout import serve
+from past_opsd.rollout.verifiers import boxed_math
+from past_opsd.run import boundary, checkpoint, export
+from past_opsd.run.folder import RunFolder
+from past_opsd.run.train import assemble, train
 from past_opsd.tasks import dataset, embedded
-from past_opsd.train import assemble, train
-from past_opsd.verifiers import boxed_math
 
 TINY = ["run.cycles=1", "rollout.problems_per_cycle=2", "evaluation.at=[]", "model.lora.rank=2"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from past_opsd import losses
-from past_opsd.stats import avg_at_k, pass_at_k
-from past_opsd.verifiers._extract import find_answer
+from past_opsd.core import losses
+from past_opsd.core.stats import avg_at_k, pass_at_k
+from past_opsd.rollout.verifiers._extract import find_answer
 
 HERE = Path(__file__).parent
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from past_opsd.fused import Job, Result
+from past_opsd.policy.fused import Job, Result
 
 POSITIONS = 16  # the KL is logged position by position this far: a bad prompt boundary shows at the first tokens
 NAMES = {"kl": "kl", "clipped": "clip_fraction", "removed": "removed_mass"}

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from past_opsd import packing
-from past_opsd.distributed import balance
-from past_opsd.losses import Reduction, token_weights
-from past_opsd.nouns import Adapter, Term, Tokens, View
+from past_opsd.core.losses import Reduction, token_weights
+from past_opsd.core.nouns import Adapter, Term, Tokens, View
+from past_opsd.policy import packing
+from past_opsd.policy.distributed import balance
 
 Weighted = tuple[Term, float]
 """A term with its weight per token."""

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from past_opsd import fused, packing
-from past_opsd.config import LearnerSection, OptimizerSection
+from past_opsd.core.config import LearnerSection, OptimizerSection
+from past_opsd.core.losses import Loss
+from past_opsd.core.nouns import Adapter, PastError, Term, View
 from past_opsd.learner.diagnostics import Log
 from past_opsd.learner.plan import Bundle, Weighted, plan
-from past_opsd.losses import Loss
-from past_opsd.model import TRAINABLE, Model
-from past_opsd.nouns import Adapter, PastError, Term, View
+from past_opsd.policy import fused, packing
+from past_opsd.policy.model import TRAINABLE, Model
 
 Member = tuple[slice, View | None, list[Weighted]]
 """A sequence in a loss call: where it stands in the micro-batch's live states, the frozen view it reads, its terms."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from past_opsd.config import RolloutSection, Sampling
-from past_opsd.nouns import Adapter, Attempt, Batch, Group, PastError, Problem, Term, View, Work
-from past_opsd.prompts import Prompts
-from past_opsd.sampler import Round
+from past_opsd.core.config import RolloutSection, Sampling
+from past_opsd.core.nouns import Adapter, Attempt, Batch, Group, PastError, Problem, Term, View, Work
+from past_opsd.core.prompts import Prompts
+from past_opsd.core.sampler import Round
 
 
 class Tools(Protocol):

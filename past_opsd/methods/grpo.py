@@ -16,11 +16,11 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from past_opsd.config import MethodOptions, RolloutSection
-from past_opsd.losses import Reinforce, Stay
+from past_opsd.core.config import MethodOptions, RolloutSection
+from past_opsd.core.losses import Reinforce, Stay
+from past_opsd.core.nouns import Attempt, Batch, Term, View, by_problem, group_advantages, mean, scale
+from past_opsd.core.prompts import Prompts
 from past_opsd.methods import Method, require_groups
-from past_opsd.nouns import Attempt, Batch, Term, View, by_problem, group_advantages, mean, scale
-from past_opsd.prompts import Prompts
 
 
 class Options(MethodOptions):

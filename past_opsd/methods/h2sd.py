@@ -22,10 +22,9 @@ from typing import Any
 
 from pydantic import Field
 
-from past_opsd.config import MethodOptions, RolloutSection
-from past_opsd.losses import ModulatedReinforce, Reinforce, Stay
-from past_opsd.methods import Method, Tools, distill, require_groups
-from past_opsd.nouns import (
+from past_opsd.core.config import MethodOptions, RolloutSection
+from past_opsd.core.losses import ModulatedReinforce, Reinforce, Stay
+from past_opsd.core.nouns import (
     Attempt,
     Batch,
     Group,
@@ -39,7 +38,8 @@ from past_opsd.nouns import (
     group_advantages,
     scale,
 )
-from past_opsd.prompts import Prompts
+from past_opsd.core.prompts import Prompts
+from past_opsd.methods import Method, Tools, distill, require_groups
 
 COUNTS = (
     "hints/own",

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from past_opsd.config import MethodOptions, RolloutSection
-from past_opsd.losses import GeneralizedJSD, Match
+from past_opsd.core.config import MethodOptions, RolloutSection
+from past_opsd.core.losses import GeneralizedJSD, Match
+from past_opsd.core.nouns import Attempt, Batch, Term, View, mean
+from past_opsd.core.prompts import Prompts
 from past_opsd.methods import Method, distill
-from past_opsd.nouns import Attempt, Batch, Term, View, mean
-from past_opsd.prompts import Prompts
 
 
 class Options(MethodOptions):

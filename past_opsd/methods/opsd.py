@@ -12,11 +12,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from past_opsd.config import MethodOptions, RolloutSection
-from past_opsd.losses import Match
+from past_opsd.core.config import MethodOptions, RolloutSection
+from past_opsd.core.losses import Match
+from past_opsd.core.nouns import Adapter, Attempt, Batch, Term, View, mean
+from past_opsd.core.prompts import Prompts
 from past_opsd.methods import Method, Tools, distill
-from past_opsd.nouns import Adapter, Attempt, Batch, Term, View, mean
-from past_opsd.prompts import Prompts
 
 Kind = Literal["base", "current", "ema"]
 WEIGHTS: dict[Kind, Adapter] = {"base": "base", "current": "student", "ema": "teacher"}

@@ -20,12 +20,12 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from past_opsd.config import MethodOptions, RolloutSection
-from past_opsd.losses import GeneralizedJSD, Imitate, Loss, Match, Reinforce, SampledToken, Stay, TopK
+from past_opsd.core.config import MethodOptions, RolloutSection
+from past_opsd.core.losses import GeneralizedJSD, Imitate, Loss, Match, Reinforce, SampledToken, Stay, TopK
+from past_opsd.core.nouns import Attempt, Batch, Group, Term, View, group_advantages, mean, scale
+from past_opsd.core.prompts import Prompts
+from past_opsd.core.sampler import Controller, ControllerOptions, Round, adaptive, fixed
 from past_opsd.methods import Method, distill
-from past_opsd.nouns import Attempt, Batch, Group, Term, View, group_advantages, mean, scale
-from past_opsd.prompts import Prompts
-from past_opsd.sampler import Controller, ControllerOptions, Round, adaptive, fixed
 
 
 class Options(MethodOptions):

@@ -19,11 +19,11 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from past_opsd.config import MethodOptions, RolloutSection, Sampling
-from past_opsd.losses import Imitate, MixedTopK, Stay
+from past_opsd.core.config import MethodOptions, RolloutSection, Sampling
+from past_opsd.core.losses import Imitate, MixedTopK, Stay
+from past_opsd.core.nouns import Attempt, Batch, Group, PastError, Term, Tokens, View, Work, derive_seed, mean
+from past_opsd.core.prompts import Prompts
 from past_opsd.methods import Method, Tools, distill
-from past_opsd.nouns import Attempt, Batch, Group, PastError, Term, Tokens, View, Work, derive_seed, mean
-from past_opsd.prompts import Prompts
 
 
 class Phase1Sampling(Sampling):

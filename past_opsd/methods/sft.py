@@ -8,11 +8,11 @@ sampled and nothing is verified in training.
 
 from __future__ import annotations
 
-from past_opsd.config import MethodOptions, RolloutSection
-from past_opsd.losses import Imitate
+from past_opsd.core.config import MethodOptions, RolloutSection
+from past_opsd.core.losses import Imitate
+from past_opsd.core.nouns import Batch, PastError, Problem, Term, View, mean
+from past_opsd.core.prompts import Prompts
 from past_opsd.methods import Method
-from past_opsd.nouns import Batch, PastError, Problem, Term, View, mean
-from past_opsd.prompts import Prompts
 
 
 class Options(MethodOptions):

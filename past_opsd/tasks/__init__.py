@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from past_opsd.nouns import Problem
+from past_opsd.core.nouns import Problem
 
 
 class Task(Protocol):

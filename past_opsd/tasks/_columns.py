@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-from past_opsd.nouns import PastError, Problem
+from past_opsd.core.nouns import PastError, Problem
+from past_opsd.rollout.verifiers._extract import find_boxes
 from past_opsd.tasks._rows import Row, rows
-from past_opsd.verifiers._extract import find_boxes
 
 Role = Literal["problem", "solution", "answer", "id"]
 ALIASES: Mapping[Role, tuple[str, ...]] = {

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from past_opsd.nouns import Problem
+from past_opsd.core.nouns import Problem
 
 RUN = 13
 _WORD = re.compile(r"[^\W_]+|[+*/=<>^%-]")  # signs of mathematics tell problems apart

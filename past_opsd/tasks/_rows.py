@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import parse_qsl
 
-from past_opsd.config import HUB
-from past_opsd.nouns import PastError
-from past_opsd.reading import plain
+from past_opsd.core.config import HUB
+from past_opsd.core.nouns import PastError
+from past_opsd.core.reading import plain
 
 _LINES = (".jsonl", ".ndjson", ".json")
 _TABLES = (".csv", ".tsv")

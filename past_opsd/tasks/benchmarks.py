@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from past_opsd import config
-from past_opsd.config import Place, Recipe, Section
-from past_opsd.nouns import PastError
+from past_opsd.core import config
+from past_opsd.core.config import Place, Recipe, Section
+from past_opsd.core.nouns import PastError
 from past_opsd.tasks import Problems
 from past_opsd.tasks._columns import Reading, load
 from past_opsd.tasks.dataset import accept, identity

@@ -18,8 +18,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from past_opsd.config import Place, Section
-from past_opsd.nouns import PastError, Problem, derive_seed
+from past_opsd.core.config import Place, Section
+from past_opsd.core.nouns import PastError, Problem, derive_seed
 from past_opsd.tasks import Problems
 from past_opsd.tasks._columns import Loaded, Reading, Role, load
 

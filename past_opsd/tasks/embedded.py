@@ -26,8 +26,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from past_opsd.config import Section
-from past_opsd.nouns import PastError, Problem, derive_seed
+from past_opsd.core.config import Section
+from past_opsd.core.nouns import PastError, Problem, derive_seed
 from past_opsd.tasks import Problems
 
 OPERATIONS = ("+2", "+3", "+5", "+6", "+8", "+9", "*2", "*3", "*4", "*7", "*8", "*9")

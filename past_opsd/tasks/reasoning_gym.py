@@ -23,10 +23,10 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from past_opsd.config import Section
-from past_opsd.nouns import PastError, Problem, derive_seed
+from past_opsd.core.config import Section
+from past_opsd.core.nouns import PastError, Problem, derive_seed
+from past_opsd.rollout.verifiers.pool import Lost, WorkerPool
 from past_opsd.tasks import Problems
-from past_opsd.verifiers.pool import Lost, WorkerPool
 
 _SPARE = 3  # entries to look at for each problem wanted, before a task counts as too small
 _PATIENCE = 900.0  # seconds for one set of one task
@@ -59,7 +59,7 @@ def build(options: Options) -> Problems:
     if stray:
         raise PastError(f"task.configs names '{min(stray)}', which is not among task.tasks")
     share = -(-options.train_problems // len(options.tasks))
-    pool = WorkerPool("past_opsd.verifiers._gym:make", workers=1, timeout=_PATIENCE, memory_mb=8192)
+    pool = WorkerPool("past_opsd.rollout.verifiers._gym:make", workers=1, timeout=_PATIENCE, memory_mb=8192)
     streams, evaluation, bare = {}, {}, []
     try:
         for name in options.tasks:

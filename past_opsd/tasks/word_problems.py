@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from pydantic import Field, field_validator
 
-from past_opsd.config import Section
-from past_opsd.nouns import Problem, derive_seed
+from past_opsd.core.config import Section
+from past_opsd.core.nouns import Problem, derive_seed
 from past_opsd.tasks import Problems
 from past_opsd.tasks._phrases import NAMES, SCENES, Noun, Phrase, Scene
 

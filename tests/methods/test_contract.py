@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import Quiet
 
-from past_opsd import config
-from past_opsd.train import train
+from past_opsd.core import config
+from past_opsd.run.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = config.known("method")

@@ -8,12 +8,12 @@ import pytest
 import torch
 from rounding import follow
 
-from past_opsd import config
-from past_opsd.losses import Reinforce, Stay
+from past_opsd.core import config
+from past_opsd.core.losses import Reinforce, Stay
+from past_opsd.core.nouns import Attempt, Batch, PastError, Problem, Response, Verdict, View, route
 from past_opsd.methods.grpo import Grpo
-from past_opsd.model import Model
-from past_opsd.nouns import Attempt, Batch, PastError, Problem, Response, Verdict, View, route
-from past_opsd.train import session
+from past_opsd.policy.model import Model
+from past_opsd.run.train import session
 
 PROMPT = (1, 2, 3)
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from rounding import follow
 
-from past_opsd import config
-from past_opsd.config import Sampling
-from past_opsd.lab import Work
+from past_opsd.core import config
+from past_opsd.core.config import Sampling
+from past_opsd.core.losses import ModulatedReinforce, Reinforce, Stay
+from past_opsd.core.nouns import Adapter, Attempt, PastError, Problem, Response, Term, Verdict, View, route
+from past_opsd.core.prompts import Prompts
 from past_opsd.learner import stack_jobs
-from past_opsd.losses import ModulatedReinforce, Reinforce, Stay
 from past_opsd.methods.h2sd import H2sd
-from past_opsd.nouns import Adapter, Attempt, PastError, Problem, Response, Term, Verdict, View, route
-from past_opsd.prompts import Prompts
-from past_opsd.resume import differences
-from past_opsd.train import Session, session
+from past_opsd.rollout.lab import Work
+from past_opsd.run.resume import differences
+from past_opsd.run.train import Session, session
 
 PROBLEM = Problem("p", "6*7*3*4", "2, 6, 4, \\boxed{4}", "4")
 OTHER = Problem("o", "1+2+3", "3, 6, \\boxed{6}", "6")

@@ -7,9 +7,9 @@ import pytest
 import torch
 from rounding import follow
 
-from past_opsd.losses import GeneralizedJSD, Match
-from past_opsd.nouns import PastError, View
-from past_opsd.train import session
+from past_opsd.core.losses import GeneralizedJSD, Match
+from past_opsd.core.nouns import PastError, View
+from past_opsd.run.train import session
 
 
 def test_the_teacher_is_another_model_that_reads_what_the_student_reads(small_recipe):

@@ -5,10 +5,10 @@ import pytest
 import torch
 from rounding import follow
 
-from past_opsd import config
-from past_opsd.losses import Match
-from past_opsd.nouns import PastError, View
-from past_opsd.train import Session, session
+from past_opsd.core import config
+from past_opsd.core.losses import Match
+from past_opsd.core.nouns import PastError, View
+from past_opsd.run.train import Session, session
 
 ADAPTERS = ("student", "teacher")
 

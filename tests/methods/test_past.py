@@ -6,11 +6,11 @@ import naive
 import pytest
 from rounding import follow
 
-from past_opsd import config
-from past_opsd.losses import GeneralizedJSD, Imitate, Match, Reinforce, SampledToken, Stay, TopK
+from past_opsd.core import config
+from past_opsd.core.losses import GeneralizedJSD, Imitate, Match, Reinforce, SampledToken, Stay, TopK
+from past_opsd.core.nouns import Attempt, Batch, Group, PastError, Problem, Response, Verdict, View, route
 from past_opsd.methods.past import Past
-from past_opsd.nouns import Attempt, Batch, Group, PastError, Problem, Response, Verdict, View, route
-from past_opsd.train import Session, session
+from past_opsd.run.train import Session, session
 
 PROBLEM = Problem("p", "6*7*3*4", "2, 6, 4, \\boxed{4}", "4")
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from rounding import assert_rounding, follow
 
-from past_opsd import config
-from past_opsd.lab import Work
-from past_opsd.losses import Imitate, MixedTopK, Stay
+from past_opsd.core import config
+from past_opsd.core.losses import Imitate, MixedTopK, Stay
+from past_opsd.core.nouns import Adapter, Attempt, Batch, PastError, Problem, Response, Term, Verdict, View
+from past_opsd.core.prompts import Prompts
 from past_opsd.methods.sd_zero import Options, Revision, SdZero
-from past_opsd.model import load_tokenizer
-from past_opsd.nouns import Adapter, Attempt, Batch, PastError, Problem, Response, Term, Verdict, View
-from past_opsd.prompts import Prompts
-from past_opsd.train import Session, session
+from past_opsd.policy.model import load_tokenizer
+from past_opsd.rollout.lab import Work
+from past_opsd.run.train import Session, session
 
 PROBLEMS = [Problem(f"p{i}", f"{i}*7*3*4", "", str(i)) for i in range(4)]
 WRONG, RIGHT = "2*7=5; \\boxed{5}", "2*7=4; \\boxed{4}"

@@ -5,10 +5,10 @@ import pytest
 import torch
 from rounding import follow
 
-from past_opsd import config
-from past_opsd.losses import Imitate
-from past_opsd.nouns import Batch, PastError, Problem, View
-from past_opsd.train import session
+from past_opsd.core import config
+from past_opsd.core.losses import Imitate
+from past_opsd.core.nouns import Batch, PastError, Problem, View
+from past_opsd.run.train import session
 
 
 def test_the_student_imitates_the_reference_and_its_end_under_its_own_prompt(small_recipe):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from past_opsd import config
-from past_opsd.nouns import PastError, Response
+from past_opsd.core import config
+from past_opsd.core.nouns import PastError, Response
+from past_opsd.rollout.verifiers.boxed_math import BoxedMath
+from past_opsd.rollout.verifiers.boxed_math import Options as Boxed
+from past_opsd.run.train import session
 from past_opsd.tasks import benchmarks
 from past_opsd.tasks.benchmarks import BENCHMARKS, PRESETS, Options, build, evaluation_recipe, lora_overrides
-from past_opsd.train import session
-from past_opsd.verifiers.boxed_math import BoxedMath
-from past_opsd.verifiers.boxed_math import Options as Boxed
 
 FILES = {
     "aime24": "eval/aime24.jsonl",

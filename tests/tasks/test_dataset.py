@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import SMALL
 
-from past_opsd import config
-from past_opsd.nouns import PastError, Problem
+from past_opsd.core import config
+from past_opsd.core.nouns import PastError, Problem
+from past_opsd.run.train import session
 from past_opsd.tasks import Problems, dataset
 from past_opsd.tasks._columns import Loaded, Reading, load
 from past_opsd.tasks._rows import parse_hub
-from past_opsd.train import session
 
 GOOD = {"problem": "1+1", "solution": "so 2", "answer": "2"}
 USER = {"role": "user", "content": "1+1"}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from past_opsd.nouns import PastError
+from past_opsd.core.nouns import PastError
 from past_opsd.tasks import Task, embedded
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_embedded_model.py"

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 from pydantic import ValidationError
 
-from past_opsd.nouns import PastError, Problem, Response
+from past_opsd.core.nouns import PastError, Problem, Response
+from past_opsd.rollout.verifiers import reasoning_gym as scorers
+from past_opsd.rollout.verifiers.pool import WorkerPool
+from past_opsd.rollout.verifiers.reasoning_gym import Gym
 from past_opsd.tasks import Problems, reasoning_gym
 from past_opsd.tasks.reasoning_gym import Options, build
-from past_opsd.verifiers import reasoning_gym as scorers
-from past_opsd.verifiers.pool import WorkerPool
-from past_opsd.verifiers.reasoning_gym import Gym
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("reasoning_gym") is None, reason="needs reasoning-gym: the extra [tasks]"
@@ -36,7 +36,7 @@ def _one_maker() -> Iterator[None]:
     class Staying(WorkerPool):
         def close(self) -> None: ...
 
-    maker = Staying("past_opsd.verifiers._gym:make", workers=1, timeout=100, memory_mb=8192)
+    maker = Staying("past_opsd.rollout.verifiers._gym:make", workers=1, timeout=100, memory_mb=8192)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reasoning_gym, "WorkerPool", lambda *args, **kwargs: maker)
         yield

@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 from pydantic import ValidationError
 
-from past_opsd.nouns import Problem, Response
+from past_opsd.core.nouns import Problem, Response
+from past_opsd.rollout.verifiers.boxed_math import BoxedMath
+from past_opsd.rollout.verifiers.boxed_math import Options as Boxed
 from past_opsd.tasks import word_problems
 from past_opsd.tasks._phrases import NAMES, SCENES, Phrase
 from past_opsd.tasks.word_problems import Options, build
-from past_opsd.verifiers.boxed_math import BoxedMath
-from past_opsd.verifiers.boxed_math import Options as Boxed
 
 STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 COUNT = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: a / b}

@@ -1,0 +1,1 @@
+"""Looking at runs: probes, causal shift, theory, suites, the report, benchmarks."""

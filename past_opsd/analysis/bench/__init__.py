@@ -1,0 +1,99 @@
+"""`past bench WHAT`: this package beside its peers, both sides in one run.
+
+A benchmark is a module here with `run(args)`, imported when it is run, and a line in `BENCHMARKS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+METHODS = ("grpo", "opsd")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One subcommand per benchmark."""
+    kinds = parser.add_subparsers(metavar="WHAT", dest="what", required=True)
+    for name, (summary, options) in BENCHMARKS.items():
+        options(kinds.add_parser(name, help=summary, description=summary))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen one."""
+    return importlib.import_module(f"past_opsd.analysis.bench.{args.what}").run(args)
+
+
+def _divergence(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=1024, help="positions T (default %(default)s)")
+    parser.add_argument("--vocab", type=int, default=49152, help="vocabulary V (default %(default)s)")
+    parser.add_argument("--hidden", type=int, default=576, help="hidden size H (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed repeats of each (default %(default)s)")
+
+
+def _rollout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipe", default="embedded/past", help="whose model and prompts (default embedded/past)")
+    parser.add_argument("--requests", type=int, default=96, help="responses to sample (default 96)")
+    parser.add_argument("--batch", type=int, default=32, help="sequences decoded together (default 32)")
+    parser.add_argument("--tokens", type=int, default=0, help="token limit (default: the recipe's)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each, taking turns (default 3)")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override")
+
+
+def _scaling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, default=2, help="prompts at factor 1 (default %(default)s)")
+    parser.add_argument("--prompt", type=int, default=192, help="tokens of every prompt (default %(default)s)")
+    parser.add_argument("--response", type=int, default=128, help="response tokens at factor 1 (default %(default)s)")
+    parser.add_argument("--vocabulary", type=int, default=16384, help="entries at factor 1 (default %(default)s)")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size (default %(default)s)")
+    parser.add_argument("--budget", type=int, default=1024, help="padded tokens a micro-batch (default %(default)s)")
+    parser.add_argument("--loss-mib", type=int, default=16, help="memory for logits in the loss (default %(default)s)")
+    parser.add_argument("--factors", type=int, default=8, help="largest factor (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=2, help="timed steps of each size (default %(default)s)")
+    parser.add_argument("--out", metavar="FILE", help="write the numbers as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="draw them as SVG (needs matplotlib)")
+
+
+def _shared(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipe", default="smollm2/past", help="whose model and method (default %(default)s)")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of the teacher's prompt (default %(default)s)")
+    parser.add_argument(
+        "--student-prompt", type=int, default=256, help="tokens of the student's prompt (default %(default)s)"
+    )
+    parser.add_argument("--group", type=int, default=8, help="continuations (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of a continuation (default %(default)s)")
+    parser.add_argument("--budget", type=int, default=4096, help="padded tokens a micro-batch (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=2, help="timed steps of each (default %(default)s)")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override")
+
+
+def _step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipes", default="smollm2", help="whose recipes 'grpo' and 'opsd' (default %(default)s)")
+    parser.add_argument("--only", choices=METHODS, help="one of the two comparisons")
+    parser.add_argument("--group", type=int, default=8, help="GRPO: responses to its one prompt (default %(default)s)")
+    parser.add_argument("--prompts", type=int, default=4, help="OPSD: prompts, a response each (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of every response (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each side (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed updates of each side (default %(default)s)")
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing on both sides")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override")
+
+
+def _startup(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each command (default %(default)s)")
+
+
+BENCHMARKS = {
+    "divergence": (
+        "the full-vocabulary implementations side by side",
+        _divergence,
+    ),
+    "rollout": ("tokens a second of our engines and of transformers' generate, on the same prompts", _rollout),
+    "scaling": ("time and memory of a learner step against its sizes", _scaling),
+    "shared": ("PAST's teacher step with and without sharing the prompt among its continuations", _shared),
+    "step": ("one update from rollout to optimizer step, by this package and by TRL", _step),
+    "startup": ("CPU time and memory of the commands that only read", _startup),
+}

@@ -1,0 +1,277 @@
+"""`past bench divergence`: the full-vocabulary implementations side by side, as in tab:full-vocab-implementation.
+
+Every contestant does one forward and backward from hidden states to the gradient of the live hidden states, the
+head frozen. Ours take Match(tau=0.05) with its diagnostics; TRL has no clip and takes the plain forward KL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import math
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from past_opsd.analysis.bench._worker import peak_beyond
+from past_opsd.core.losses import Match
+from past_opsd.core.nouns import PastError
+from past_opsd.policy.fused import Implementation, Job
+from past_opsd.policy.fused import run as run_losses
+
+TAU = 0.05
+CHECKED_ROWS = 64
+GEMMS = ("three GEMMs", "three GEMMs, head in tiles")
+TRL_DENSE, TRL_TILED = "TRL dense", "TRL tiled"
+
+# What a contestant gives: the loss per row and the gradient of the live hidden states.
+Outcome = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Hidden states of two views of the same positions, under one head."""
+
+    live: Tensor
+    frozen: Tensor
+    head: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def make(cls, tokens: int, vocab: int, hidden: int) -> Problem:
+        """Logits of standard deviation 4, the views a quarter of that apart: KL about 0.45, most rows clipped."""
+        draw = torch.Generator().manual_seed(17)
+        live = torch.randn(tokens, hidden, generator=draw).mul_(4)
+        return cls(
+            live,
+            torch.randn(tokens, hidden, generator=draw).add_(live),
+            torch.randn(vocab, hidden, generator=draw).mul_(hidden**-0.5),
+            torch.randint(vocab, (tokens,), generator=draw),
+        )
+
+    def first(self, rows: int, dtype: torch.dtype) -> Problem:
+        return Problem(
+            self.live[:rows].to(dtype), self.frozen[:rows].to(dtype), self.head.to(dtype), self.tokens[:rows]
+        )
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the table; times are medians over the repeats, memory is None where it cannot be measured."""
+
+    name: str
+    loss_error: float | None
+    cosine: float | None
+    mebibytes: float | None
+    seconds: float
+    cpu_seconds: float
+    nonfinite: int | None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print the table and the ratios."""
+    for name in ("tokens", "vocab", "hidden", "threads", "repeats"):
+        if vars(args)[name] < 1:
+            raise PastError(f"--{name} is {vars(args)[name]}; it must be at least 1")
+    # The table is a CPU's; the kernel of `triton` is for GPUs.
+    names = [*(name for name in get_args(Implementation) if name != "triton"), *GEMMS]
+    installed = importlib.util.find_spec("trl") is not None
+    if installed:
+        names += [TRL_DENSE, TRL_TILED]
+    shape = (args.tokens, args.vocab, args.hidden)
+    before = torch.get_num_threads()
+    torch.set_num_threads(args.threads)
+    try:
+        lines = measure(names, shape, args.threads, args.repeats)
+    finally:
+        torch.set_num_threads(before)
+    print(report(lines, shape, args.threads, args.repeats))
+    if not installed:
+        print("TRL is not installed: pip install 'past-opsd[bench]' adds it to the table.")
+    return 0
+
+
+def measure(names: list[str], shape: tuple[int, int, int], threads: int, repeats: int) -> list[Line]:
+    """Accuracy on the first rows, memory in a process each, then times, the contestants taking turns."""
+    problem = Problem.make(*shape)
+    accuracy = _accuracy(names, problem)
+    memory = {name: peak_memory(name, shape, threads) for name in names}
+    contestants = {name: contestant(name) for name in names}
+    small = Problem.make(8, 64, 16)
+    for call in contestants.values():
+        call(small)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for _ in range(repeats):
+        for name, call in contestants.items():
+            gc.collect()
+            wall, cpu = time.perf_counter(), time.process_time()
+            call(problem)
+            times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    lines = []
+    for name in names:
+        wall, cpu = (statistics.median(column) for column in zip(*times[name], strict=True))
+        error, cosine, nonfinite = accuracy.get(name, (None, None, None))
+        lines.append(Line(name, error, cosine, memory[name], wall, cpu, nonfinite))
+    return lines
+
+
+def contestant(name: str) -> Callable[[Problem], Outcome | None]:
+    """The work measured under this name."""
+    if name in get_args(Implementation):
+        return lambda problem: _ours(name, problem, TAU)  # type: ignore[arg-type]
+    if name == TRL_DENSE:
+        return _trl_dense()
+    if name == TRL_TILED:
+        return _trl_tiled()
+    return lambda problem: _gemms(problem, len(problem.head) if name == GEMMS[0] else 2048)
+
+
+def _ours(implementation: Implementation, problem: Problem, tau: float) -> Outcome:
+    job = Job(Match(tau), _weight(problem))
+    result = run_losses(implementation, problem.live, problem.frozen, problem.head, None, problem.tokens, [job])
+    return result.values[0], result.grad
+
+
+def _weight(problem: Problem) -> Tensor:
+    T = len(problem.tokens)
+    return problem.live.new_full((T,), 1 / T)
+
+
+def _gemms(problem: Problem, tile: int) -> None:
+    """The limit: two projections and one back, nothing else, at a chunk size where they run at full speed."""
+    T, rows = len(problem.tokens), min(512, len(problem.tokens))
+    logits = problem.head.new_empty(rows, len(problem.head))
+    for start in range(0, T, rows):
+        n = min(rows, T - start)
+        for hidden in (problem.frozen, problem.live):
+            for entry in range(0, len(problem.head), tile):
+                part = problem.head[entry : entry + tile]
+                torch.mm(hidden[start : start + n], part.t(), out=logits[:n, entry : entry + len(part)])
+        torch.mm(logits[:n], problem.head)
+
+
+def _trl_dense() -> Callable[[Problem], Outcome]:
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental.sdft.loss_utils import (  # pyright: ignore[reportMissingImports]
+        compute_full_logit_self_distillation_loss,
+    )
+
+    def call(problem: Problem) -> Outcome:
+        hidden = problem.live.clone().requires_grad_()
+        with torch.no_grad():
+            frozen = (problem.frozen @ problem.head.t())[None]
+        live = (hidden @ problem.head.t())[None]
+        value = compute_full_logit_self_distillation_loss(live, frozen, distillation_alpha=0.0)[0]
+        return value.detach(), torch.autograd.grad((value * _weight(problem)).sum(), hidden)[0]
+
+    return call
+
+
+def _trl_tiled() -> Callable[[Problem], Outcome]:
+    from trl.kernels.chunked_divergence import (  # pyright: ignore[reportMissingImports]
+        ChunkedDivergenceFunction,
+    )
+
+    def call(problem: Problem) -> Outcome:
+        hidden = problem.live.clone().requires_grad_()
+        value, _ = ChunkedDivergenceFunction.apply(
+            hidden, problem.head, None, problem.frozen, problem.head, None, 0.0, 1.0
+        )
+        return value.detach(), torch.autograd.grad((value * _weight(problem)).sum(), hidden)[0]
+
+    return call
+
+
+def _accuracy(names: list[str], problem: Problem) -> dict[str, tuple[float, float, int]]:
+    """Mean absolute loss error, cosine of the gradient and non-finite count, against float64 autograd."""
+    rows = min(CHECKED_ROWS, len(problem.tokens))
+    part, exact = problem.first(rows, torch.float32), problem.first(rows, torch.float64)
+    truth = {tau: _ours("chunked", exact, tau) for tau in (TAU, math.inf)}
+    del exact
+    found = {}
+    for name in names:
+        outcome = contestant(name)(part)
+        if outcome is None:
+            continue
+        (value, grad), (true_value, true_grad) = outcome, truth[math.inf if name.startswith("TRL") else TAU]
+        grad = grad.double()
+        cosine = float((grad * true_grad).sum() / (grad.norm() * true_grad.norm()))
+        nonfinite = int((~value.isfinite()).sum() + (~grad.isfinite()).sum())
+        found[name] = (float((value.double() - true_value).abs().mean()), cosine, nonfinite)
+    return found
+
+
+def peak_memory(name: str, shape: tuple[int, int, int], threads: int) -> float | None:
+    """MiB of resident memory one call needs at its peak beyond its inputs, in a fresh process; Linux only."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_peak_memory_here, (name, shape, threads))
+
+
+def _peak_memory_here(name: str, shape: tuple[int, int, int], threads: int) -> float | None:
+    torch.set_num_threads(threads)
+    call, problem = contestant(name), Problem.make(*shape)
+    call(Problem.make(8, 64, 16))
+    gc.collect()
+    return peak_beyond(lambda: call(problem))
+
+
+def report(lines: list[Line], shape: tuple[int, int, int], threads: int, repeats: int) -> str:
+    """The table and the ratios as text."""
+    T, V, H = shape
+    text = [
+        f"Full-vocabulary losses, T={T} V={V} H={H}, float32, {threads} thread(s), median of {repeats}",
+        "",
+        _row("Implementation", "Loss error", "Grad. cos.", "Extra MiB", "Tokens/s", "Non-finite"),
+    ]
+    for line in lines:
+        error, cosine = _cell(line.loss_error, ".2e"), _cell(line.cosine, ".7f")
+        memory, nonfinite = _cell(line.mebibytes, ".0f"), _cell(line.nonfinite, "d")
+        text.append(_row(line.name, error, cosine, memory, f"{T / line.seconds:.1f}", nonfinite))
+    text += ["", *_ratios({line.name: line for line in lines}), "", *_notes(T)]
+    return "\n".join(text)
+
+
+def _row(name: str, *cells: str) -> str:
+    return f"{name:<26}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, (10, 11, 10, 10, 11), strict=True))
+
+
+def _cell(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _ratios(lines: dict[str, Line]) -> list[str]:
+    fused = lines["fused"]
+    limit = min((lines[name] for name in GEMMS), key=lambda line: line.seconds)
+    limit_cpu = min(lines[name].cpu_seconds for name in GEMMS)
+    text = []
+    if TRL_TILED in lines:
+        trl = lines[TRL_TILED]
+        text.append(
+            f"TRL tiled / fused: {trl.seconds / fused.seconds:.2f} in time "
+            f"({trl.cpu_seconds / fused.cpu_seconds:.2f} in CPU time)"
+        )
+    text.append(
+        f"fused / three GEMMs: {fused.seconds / limit.seconds:.2f} in time "
+        f"({fused.cpu_seconds / limit_cpu:.2f} in CPU time)"
+    )
+    text.append(f"fused, memory beyond its inputs: {_cell(fused.mebibytes, '.0f')} MiB")
+    return text
+
+
+def _notes(T: int) -> list[str]:
+    return [
+        f"Ours: Match(tau={TAU}) with diagnostics. TRL has no clip: its rows are the plain",
+        "forward KL, without them. Loss error (mean absolute, nats a token) and cosine are",
+        f"against float64 autograd of the same loss on the first {min(CHECKED_ROWS, T)} rows.",
+        "Extra MiB: peak resident memory of one call beyond its inputs, each in a fresh",
+        "process. The contestants take turns, so that other load on the machine meets all",
+        "of them; on a busy machine trust the CPU time.",
+    ]

@@ -1,0 +1,292 @@
+"""`past probe RUN`: does the teacher use the trajectory it reads? cf. fig:teacher-mechanism, panel a.
+
+The run's teacher at a checkpoint reads three prompts for every fresh student response Y:
+
+    matching   (X, Y, Z), its own response
+    removed    (X, Z), the attempt's block cut out
+    shuffled   (X, Y', Z), a response Y' to another problem
+
+Every condition sees the same responses and draws from the same seeds, so conditions pair by problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from past_opsd.analysis import probe_tables
+from past_opsd.analysis.probe_tables import CONDITIONS, DIFFERENCES, METRICS
+from past_opsd.core import arguments, stats
+from past_opsd.core.losses import GeneralizedJSD, Stay
+from past_opsd.core.nouns import Adapter, Attempt, PastError, Problem, View, derive_seed
+from past_opsd.core.prompts import Prompts
+from past_opsd.rollout.lab import Work
+from past_opsd.run import boundary
+from past_opsd.run.boundary import Boundary
+
+FORMAT = 1
+_JSD, _KL = GeneralizedJSD(0.5), Stay()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of every response: condition -> metric -> [responses], nan where there is nothing."""
+
+    problems: list[str]
+    correct: np.ndarray
+    values: Mapping[str, Mapping[str, np.ndarray]]
+
+
+def donors(attempts: Sequence[Attempt], seed: int) -> list[int]:
+    """For each response the one of another problem that takes its place, by index.
+
+    Within a verdict class the responses are laid out problem by problem in a seeded order and moved on by the largest
+    problem's share: a permutation, so the attempts that are read stay the same ones and keep their share of right
+    answers, and only the correspondence breaks. A class that one problem dominates draws from all other problems.
+    """
+    rng = np.random.default_rng(seed)
+    ids = [a.problem.id for a in attempts]
+    rank = {id_: r for r, id_ in enumerate(rng.permutation(sorted(set(ids))).tolist())}
+    out = [-1] * len(attempts)
+    for verdict in (True, False):
+        members = [i for i, a in enumerate(attempts) if a.verdict.correct == verdict]
+        members.sort(key=lambda i: rank[ids[i]])
+        largest = max(Counter(ids[i] for i in members).values(), default=0)
+        for place, i in enumerate(members):
+            if 2 * largest <= len(members):
+                out[i] = members[(place + largest) % len(members)]
+                continue
+            others = [j for j in range(len(attempts)) if ids[j] != ids[i]]
+            if not others:
+                raise PastError("shuffling needs responses of at least two problems; raise --problems")
+            out[i] = others[rng.integers(len(others))]
+    return out
+
+
+def teacher_views(prompts: Prompts, teacher: Adapter, attempt: Attempt, donor: Attempt) -> dict[str, View]:
+    """The teacher's view of one response under each condition."""
+    problem = attempt.problem
+    return {
+        "matching": View(teacher, prompts.hindsight(problem, attempt.response.text)),
+        "removed": View(teacher, prompts.removed(problem)),
+        "shuffled": View(teacher, prompts.hindsight(problem, donor.response.text)),
+    }
+
+
+def measure(at: Boundary, attempts: Sequence[Attempt], views: Sequence[Mapping[str, View]]) -> Measured:
+    """Success, next-token divergences along Y and compatibility KL along the teacher's own continuations."""
+    paths = [((a.view, *(v[c] for c in CONDITIONS)), a.response.tokens) for a, v in zip(attempts, views, strict=True)]
+    along = boundary.along(at, paths, _divergences)
+    values: dict[str, dict[str, np.ndarray]] = {}
+    for k, condition in enumerate(CONDITIONS):
+        continued = _continue(at, attempts, [v[condition] for v in views])
+        pairs = [((c.view, a.view), c.response.tokens) for c, a in zip(continued, attempts, strict=True)]
+        kl = boundary.along(at, pairs, _compatibility)[:, 0]
+        success = np.array([float(c.verdict.correct) for c in continued])
+        values[condition] = {
+            "success": success,
+            "jsd_student": along[:, k],
+            "jsd_matching": along[:, len(CONDITIONS) + k],
+            "kl": kl,
+            "kl_successful": np.where(success == 1, kl, np.nan),
+        }
+    return Measured([a.problem.id for a in attempts], np.array([a.verdict.correct for a in attempts]), values)
+
+
+def _divergences(logp: list[Tensor]) -> Tensor:
+    """JSD of each condition's teacher to the student, then to the matching teacher."""
+    student, *teachers = logp
+    none = torch.empty(0)
+    return torch.stack([_JSD(t, other, none) for other in (student, teachers[0]) for t in teachers])
+
+
+def _compatibility(logp: list[Tensor]) -> Tensor:
+    """[eq:failed-path-kl], on any continuation: exact KL(teacher || student)."""
+    teacher, student = logp
+    return _KL(teacher, student, torch.empty(0))[None]
+
+
+def _continue(at: Boundary, attempts: Sequence[Attempt], views: Sequence[View]) -> list[Attempt]:
+    """One verified teacher response per student response; the seeds do not know the condition."""
+    counts: dict[str, int] = {}
+    work = []
+    for attempt, view in zip(attempts, views, strict=True):
+        id_ = attempt.problem.id
+        counts[id_] = counts.get(id_, -1) + 1
+        work.append(Work(attempt.problem, view, derive_seed(at.seed, "probe", at.step, id_, "teacher", counts[id_])))
+    return at.parts.loop.attempt(work, at.parts.loop.rollout.teacher)
+
+
+def probe(at: Boundary, problems: Sequence[Problem], samples: int, split: str) -> dict[str, Any]:
+    """Everything about one boundary, as plain data for RUN/probes/step-*.json."""
+    loop = at.parts.loop
+    drawn = boundary.responses(at, problems, samples, "probe")
+    if len({a.problem.id for a in drawn}) < 2:
+        raise PastError("shuffling needs responses of at least two problems; raise --problems or model.max_context")
+    partner = donors(drawn, derive_seed(at.seed, "probe", at.step, "shuffle"))
+    pairs = [(a, drawn[j]) for a, j in zip(drawn, partner, strict=True)]
+    views = [teacher_views(loop.prompts, at.teacher, a, donor) for a, donor in pairs]
+    kept = [i for i, v in enumerate(views) if _fits(at, drawn[i], v)]
+    if not kept:
+        raise PastError("no response fits the context under all three prompts; raise model.max_context")
+    measured = measure(at, [drawn[i] for i in kept], [views[i] for i in kept])
+    same = [pairs[i][0].verdict.correct == pairs[i][1].verdict.correct for i in kept]
+    conditions = {c: _estimates(measured, measured.values[c], None, at.seed) for c in CONDITIONS}
+    differences = {
+        f"{a}-{b}": _estimates(measured, measured.values[a], measured.values[b], at.seed) for a, b in DIFFERENCES
+    }
+    return {
+        "kind": "probe",
+        "format": FORMAT,
+        **at.description(),
+        "settings": {
+            "problems": len(problems),
+            "samples": samples,
+            "split": split,
+            "teacher_adapter": at.teacher,
+            "own_condition": boundary.own_condition(at.parts),
+            "student": loop.rollout.student.model_dump(),
+            "teacher": loop.rollout.teacher.model_dump(),
+            "level": 0.95,
+            "resamples": 10_000,
+        },
+        "counts": {
+            "problems": len(set(measured.problems)),
+            "responses": len(kept),
+            "correct": int(measured.correct.sum()),
+            "failed": int((~measured.correct).sum()),
+            "dropped": len(problems) * samples - len(kept),
+            "shuffled_same_verdict": sum(same),
+        },
+        "conditions": conditions,
+        "differences": differences,
+        "verdict": verdict(conditions, differences),
+        "notes": at.notes,
+    }
+
+
+def _fits(at: Boundary, attempt: Attempt, views: Mapping[str, View]) -> bool:
+    room = max(len(attempt.response.tokens), at.parts.loop.rollout.teacher.max_new_tokens)
+    return max(len(v.prompt) for v in views.values()) + room <= at.parts.loop.max_context
+
+
+def _estimates(
+    measured: Measured, values: Mapping[str, np.ndarray], minus: Mapping[str, np.ndarray] | None, seed: int
+) -> dict[str, dict[str, Any]]:
+    """Subset -> metric -> estimate with interval; the paired difference by problem where `minus` is given."""
+    masks = {"all": np.ones_like(measured.correct), "correct": measured.correct, "failed": ~measured.correct}
+    out: dict[str, dict[str, Any]] = {}
+    for subset, mask in masks.items():
+        out[subset] = {}
+        for metric in METRICS:
+            scores = by_problem(measured.problems, values[metric], mask)
+            if minus is not None:
+                scores = scores - by_problem(measured.problems, minus[metric], mask)
+            bounds = (0.0 if minus is None else -1.0, 1.0) if metric == "success" else None
+            out[subset][metric] = interval(scores[~np.isnan(scores)], seed, bounds)
+    return out
+
+
+def by_problem(problems: Sequence[str], values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """The mean of each problem's present values, nan where it has none; problems in order of appearance."""
+    index = {id_: k for k, id_ in enumerate(dict.fromkeys(problems))}
+    rows = np.array([index[id_] for id_ in problems])
+    present = mask & ~np.isnan(values)
+    counts = np.bincount(rows[present], minlength=len(index))
+    sums = np.bincount(rows[present], weights=values[present], minlength=len(index))
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def interval(scores: np.ndarray, seed: int, bounds: tuple[float, float] | None = None) -> dict[str, Any] | None:
+    """Mean over problems with its 95 % bootstrap interval; one problem has no interval, none no estimate."""
+    if len(scores) == 0:
+        return None
+    if len(scores) == 1:
+        return {"estimate": float(scores[0]), "low": None, "high": None, "problems": 1}
+    found = stats.bootstrap_scores({"all": scores[None]}, unit="problem", seed=seed, bounds=bounds)
+    return {"estimate": found.estimate, "low": found.low, "high": found.high, "problems": len(scores)}
+
+
+def verdict(conditions: Mapping[str, Any], differences: Mapping[str, Any]) -> str:
+    """Teacher success under the three prompts in plain words; an order is claimed only where its steps are certain."""
+    success = {c: conditions[c]["all"]["success"]["estimate"] for c in CONDITIONS}
+    gaps = {
+        ("matching", "removed"): _turned(differences["removed-matching"]["all"]["success"]),
+        ("matching", "shuffled"): _turned(differences["shuffled-matching"]["all"]["success"]),
+        ("removed", "shuffled"): _turned(differences["shuffled-removed"]["all"]["success"]),
+    }
+    if gaps["matching", "removed"][1] > 0 and gaps["removed", "shuffled"][1] > 0:
+        return "teacher success: matching above removed above shuffled; both paired intervals exclude zero"
+    order = sorted(CONDITIONS, key=lambda c: -success[c])
+    certain, open_ = [], []
+    for (a, b), (gap, low, high) in gaps.items():
+        if low > 0 or high < 0:
+            certain.append(f"{a} above {b}" if gap > 0 else f"{b} above {a}")
+        else:
+            open_.append(f"{a} and {b}")
+    if not open_:
+        return f"teacher success: {' above '.join(order)}; all paired intervals exclude zero"
+    seen = ", ".join(f"{c} {100 * success[c]:.1f} %" for c in order)
+    known = f"; certain is {' and '.join(certain)}" if certain else ""
+    return f"teacher success: seen as {seen}{known}; not distinguishable: {', '.join(open_)}"
+
+
+def _turned(difference: Mapping[str, Any]) -> tuple[float, float, float]:
+    """b - a with its interval as a - b; without an interval nothing is certain."""
+    if difference["low"] is None:
+        return -difference["estimate"], -math.inf, math.inf
+    return -difference["estimate"], -difference["high"], -difference["low"]
+
+
+add_arguments = arguments.probe
+
+
+def run(args: argparse.Namespace) -> int:
+    """`past probe`."""
+    for name, least in (("problems", 2), ("samples", 1)):
+        if vars(args)[name] < least:
+            raise PastError(f"--{name} is {vars(args)[name]}; it must be at least {least}")
+    if args.every_checkpoint:
+        steps, notes = boundary.whole(args.folder)
+    else:
+        step, notes = boundary.choose(args.folder, args.step)
+        steps = [step]
+    console = Console()
+    with boundary.opened(args.folder, steps[0], args.trust) as at:
+        chosen = boundary.pick(_problems(at, args.split), args.problems, at.seed, "probe", "problems")
+        results, files = [], []
+        for step in steps:
+            if step != at.step:
+                at.move(step)
+            at.notes += notes
+            with console.status(f"step {step}") if not args.json else nullcontext():
+                results.append(probe(at, chosen, args.samples, args.split))
+            files.append(at.run.write_probe(step, results[-1]))
+    if args.json:
+        print(json.dumps(results if args.every_checkpoint else results[0], indent=1))
+    elif args.every_checkpoint:
+        probe_tables.show_steps(console, results, files[0].parent)
+    else:
+        probe_tables.show(console, results[0], files[0])
+    return 0
+
+
+def _problems(at: Boundary, split: str) -> list[Problem]:
+    task = at.parts.task
+    if split == "train":
+        return list(at.parts.loop.problems)
+    problems = [p for part in task.evaluation().values() for p in part]
+    if any(not p.solution for p in problems):
+        raise PastError("--split evaluation: these problems have no reference solution for the teacher to read")
+    return problems

@@ -1,0 +1,221 @@
+"""`past shift RUN`: how much of the teacher's change can reach a student that sees only the prefix.
+
+At prefixes H of fresh student responses the frozen student finishes the response M times; each finished response is
+one privilege U_m ~ P(U | H), under which the run's own teacher gives a next-token distribution q_m. From these:
+
+    mean KL(q_m || p) = I(A;U|H) + KL(qbar || p)                    [eq:privilege-shift-decomposition]
+    surviving fraction = mean KL(qbar || p) / mean KL(q_U || p)           [eq:surviving-shift-fraction]
+    g(q_m) = sum_a (q_m(a) - p(a)) Q(H, a)                            [eq:frozen-student-value-shift]
+
+`shift_estimates` has the arithmetic, this module draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from past_opsd.analysis import shift_estimates
+from past_opsd.analysis.shift_estimates import Coupling, Estimate, Split, couple, estimate, split
+from past_opsd.core import arguments
+from past_opsd.core.nouns import Attempt, PastError, Problem, Response, Tokens, View, derive_seed
+from past_opsd.rollout.engines import Request
+from past_opsd.run import boundary
+from past_opsd.run.boundary import Boundary
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """H: a problem with the first tokens of a response the student sampled; `length` is the whole response's."""
+
+    problem: Problem
+    prompt: Tokens
+    tokens: Tokens
+    logprobs: tuple[float, ...]
+    length: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """A response to finish: what is written so far, and the seed of the rest."""
+
+    prefix: Prefix
+    written: Tokens
+    logprobs: tuple[float, ...]
+    seed: int
+
+
+def prefixes(attempts: Sequence[Attempt], seed: int) -> list[Prefix]:
+    """One prefix of each response: t uniform over 1..T as in the student's objective, strata spread over responses.
+
+    y_t is always a token of the response, so no prefix goes beyond its end.
+    """
+    rng = np.random.default_rng(seed)
+    places = (rng.permutation(len(attempts)) + rng.random(len(attempts))) / max(1, len(attempts))
+    found = []
+    for attempt, place in zip(attempts, places, strict=True):
+        y = attempt.response
+        t = min(int(place * len(y.tokens)), len(y.tokens) - 1)
+        found.append(Prefix(attempt.problem, attempt.view.prompt, y.tokens[:t], y.logprobs[:t], len(y.tokens)))
+    return found
+
+
+def finish(at: Boundary, starts: Sequence[Start]) -> list[Attempt]:
+    """The frozen student completes each response within the rollout's own limit; verified as whole responses."""
+    loop = at.parts.loop
+    stops, limit = at.parts.model.stops, loop.rollout.student.max_new_tokens
+    rest: list[Response] = [Response((), "", (), bool(s.written) and s.written[-1] in stops) for s in starts]
+    by_room: dict[int, list[int]] = defaultdict(list)
+    for i, start in enumerate(starts):
+        room = limit - len(start.written)
+        if room > 0 and not rest[i].finished:
+            by_room[room].append(i)
+    for room, members in by_room.items():
+        sampling = loop.rollout.student.model_copy(update={"max_new_tokens": room})
+        views = [View("student", starts[i].prefix.prompt + starts[i].written) for i in members]
+        requests = [Request(v, starts[i].seed) for v, i in zip(views, members, strict=True)]
+        for i, r in zip(members, loop.lab.engine.sample(requests, sampling, loop.learner.versions), strict=True):
+            rest[i] = r
+    return _verified(at, starts, rest)
+
+
+def _verified(at: Boundary, starts: Sequence[Start], rest: Sequence[Response]) -> list[Attempt]:
+    ids = [s.written + r.tokens for s, r in zip(starts, rest, strict=True)]
+    texts = at.parts.model.tokenizer.batch_decode([list(i) for i in ids], skip_special_tokens=True)
+    whole = [
+        Response(tokens, text, s.logprobs + r.logprobs, r.finished)
+        for s, r, tokens, text in zip(starts, rest, ids, texts, strict=True)
+    ]
+    problems = [s.prefix.problem for s in starts]
+    verdicts = at.parts.loop.lab.verifier.verify(list(zip(problems, whole, strict=True)))
+    views = [View("student", s.prefix.prompt) for s in starts]
+    return [Attempt(p, v, y, r) for p, v, y, r in zip(problems, views, whole, verdicts, strict=True)]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A prefix after its completions: the numbers that need the distributions, which are not kept, and the actions."""
+
+    prefix: Prefix
+    split: Split
+    failed: list[bool]
+    couplings: list[Coupling]
+    seeds: list[int]
+
+
+def look(at: Boundary, found: Sequence[Prefix], completions: int, rollouts: int) -> list[Seen]:
+    """Complete each prefix and read the teachers there; one whose teacher prompts do not fit is left out."""
+    tags = [(at.seed, "shift", at.step, h.problem.id, i) for i, h in enumerate(found)]
+    starts = [
+        Start(h, h.tokens, h.logprobs, derive_seed(*tag, "completion", m))
+        for h, tag in zip(found, tags, strict=True)
+        for m in range(completions)
+    ]
+    attempts = finish(at, starts)
+    seen = []
+    for i, (h, tag) in enumerate(zip(found, tags, strict=True)):
+        own = attempts[i * completions : (i + 1) * completions]
+        views = [at.parts.loop.method.teacher_view(a) for a in own]
+        if max(len(v.prompt) for v in views) + len(h.tokens) > at.parts.loop.max_context:
+            continue
+        q = boundary.next_token(at, [View(v.adapter, v.prompt + h.tokens) for v in views])
+        p = boundary.next_token(at, [View("student", h.prompt + h.tokens)])[0]
+        actions = [np.random.default_rng(derive_seed(*tag, "action", j)) for j in range(rollouts)]
+        couplings = [couple(q[j % completions], p, rng) for j, rng in enumerate(actions)]
+        seeds = [derive_seed(*tag, "rollout", j) for j in range(rollouts)]
+        correct = np.array([a.verdict.correct for a in own])
+        seen.append(Seen(h, split(q, p, correct), (~correct).tolist(), couplings, seeds))
+    return seen
+
+
+def roll_out(at: Boundary, seen: Sequence[Seen]) -> list[Estimate]:
+    """After an action that the teacher takes more often and one that it takes less often, the student goes on."""
+    starts = [
+        Start(s.prefix, (*s.prefix.tokens, action), (), seed)
+        for s in seen
+        for coupling, seed in zip(s.couplings, s.seeds, strict=True)
+        for action in coupling.actions
+    ]
+    outcomes = iter([float(a.verdict.correct) for a in finish(at, starts)])
+    found = []
+    for s in seen:
+        gains = [c.distance * (next(outcomes) - next(outcomes)) for c in s.couplings]
+        failed = [s.failed[j % len(s.failed)] for j in range(len(gains))]
+        h = s.prefix
+        found.append(estimate(s.split, gains, failed, h.problem.id, len(h.tokens), h.length))
+    return found
+
+
+def shift(at: Boundary, count: int, completions: int, rollouts: int) -> dict[str, Any]:
+    """Everything about one boundary, as plain data for RUN/probes/shift-*.json."""
+    loop = at.parts.loop
+    per_problem = -(-count // len(loop.problems))
+    problems = boundary.pick(loop.problems, min(count, len(loop.problems)), at.seed, "shift", "problems")
+    attempts = boundary.responses(at, problems, per_problem, "shift")[:count]
+    found = prefixes(attempts, derive_seed(at.seed, "shift", at.step, "prefixes"))
+    seen = look(at, found, completions, rollouts)
+    names = {s.prefix.problem.id for s in seen}
+    if len(names) < 2:
+        raise PastError("fewer than two problems fit the context; raise --prefixes or model.max_context")
+    estimates = roll_out(at, seen)
+    summary = shift_estimates.summarise(estimates, at.seed)
+    return {
+        "kind": "shift",
+        "format": FORMAT,
+        **at.description(),
+        "settings": {
+            "prefixes": count,
+            "completions": completions,
+            "rollouts": rollouts,
+            "teacher_adapter": at.teacher,
+            "own_condition": boundary.own_condition(at.parts),
+            "student": loop.rollout.student.model_dump(),
+            "level": shift_estimates.LEVEL,
+            "resamples": shift_estimates.RESAMPLES,
+        },
+        "counts": {
+            "prefixes": len(seen),
+            "problems": len(names),
+            "dropped": count - len(seen),
+            "completions": completions * len(seen),
+            "failed_completions": sum(sum(s.failed) for s in seen),
+            "rollouts": 2 * rollouts * len(seen),
+        },
+        "estimates": summary,
+        "prefixes": [asdict(e) for e in estimates],
+        "verdict": shift_estimates.verdict(summary),
+        "bias": shift_estimates.bias_note(summary, completions),
+        "notes": at.notes,
+    }
+
+
+add_arguments = arguments.shift
+
+
+def run(args: argparse.Namespace) -> int:
+    """`past shift`."""
+    for name, least in (("prefixes", 2), ("completions", 2), ("rollouts", 1)):
+        if vars(args)[name] < least:
+            raise PastError(f"--{name} is {vars(args)[name]}; it must be at least {least}")
+    step, notes = boundary.choose(args.folder, args.step)
+    console = Console()
+    with boundary.opened(args.folder, step, args.trust) as at:
+        at.notes += notes
+        with console.status(f"step {step}") if not args.json else nullcontext():
+            result = shift(at, args.prefixes, args.completions, args.rollouts)
+    file = at.run.write_shift(step, result)
+    if args.json:
+        print(json.dumps(result, indent=1))
+    else:
+        shift_estimates.show(console, result, file)
+    return 0

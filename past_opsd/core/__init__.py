@@ -1,0 +1,1 @@
+"""What everything speaks in: nouns and terms, losses, recipes, prompts, the group sampler, statistics, files."""

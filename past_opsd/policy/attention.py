@@ -1,0 +1,90 @@
+"""torch's scaled dot-product attention with two shapes computed in pieces, exactly and with less work.
+
+- One query a row (decoding): heads that share keys and values are several queries of one head, so nothing is repeated.
+- A shared row (`packing.shared`): the common prefix attends to itself, each path to the prefix and itself. A dense
+  mask would compute every path against every other.
+
+Everything else is transformers' own `sdpa`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from past_opsd.policy import packing
+
+NAME = "past_sdpa"
+
+
+class SharedMask(Tensor):
+    """The mask of shared rows: it knows their segments, and takes no memory until somebody asks for the dense one."""
+
+    segments: packing.Segments
+
+    # What is computed from it is an ordinary tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @staticmethod
+    def of(segments: packing.Segments, width: int, device: torch.device) -> SharedMask:
+        """Of the shape [B, 1, L, L]."""
+        shape = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device).expand(len(segments), 1, width, width)
+        made = shape.as_subclass(SharedMask)
+        made.segments = segments
+        return made
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of a layer: query, key and value [B, heads, L, size] to [B, L, heads, size]."""
+    plain = kwargs.get("position_bias") is None and not kwargs.get("dropout")
+    if isinstance(attention_mask, SharedMask):
+        if plain:
+            return _shared(query, key, value, attention_mask.segments, scaling), None
+        attention_mask = packing.dense(attention_mask.segments, query.shape[2]).to(query.device)
+    if plain and query.shape[2] == 1 and query.shape[1] > key.shape[1]:
+        rows, heads, _, size = query.shape
+        folded = query.reshape(rows, key.shape[1], -1, size)  # [B, key heads, queries of a head, size]
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
+        return out.reshape(rows, 1, heads, value.shape[-1]), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+def _shared(query: Tensor, key: Tensor, value: Tensor, segments: packing.Segments, scaling: float | None) -> Tensor:
+    """[B, heads, L, size] to [B, L, heads, size], row by row and segment by segment."""
+    options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] > key.shape[1]}
+    width = query.shape[2]
+    out: list[Tensor] = []
+    for row, (prefix, lengths) in enumerate(segments):
+        q, k, v = (x[row : row + 1] for x in (query, key, value))  # [1, heads, L, size]
+        prefix_q, prefix_k, prefix_v = (x[:, :, :prefix] for x in (q, k, v))
+        pieces: list[Tensor] = []
+        if prefix:
+            pieces.append(scaled_dot_product_attention(prefix_q, prefix_k, prefix_v, is_causal=True, **options))
+        start = prefix
+        for length in filter(None, lengths):
+            own = slice(start, start + length)
+            keys, values = torch.cat([prefix_k, k[:, :, own]], dim=2), torch.cat([prefix_v, v[:, :, own]], dim=2)
+            mask = torch.ones(length, prefix + length, dtype=torch.bool, device=q.device).tril(prefix)
+            pieces.append(scaled_dot_product_attention(q[:, :, own], keys, values, attn_mask=mask, **options))
+            start += length
+        pieces.append(query.new_zeros(1, query.shape[1], width - start, value.shape[3]))  # padding
+        out.append(torch.cat(pieces, dim=2))
+    return torch.cat(out).transpose(1, 2).contiguous()
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

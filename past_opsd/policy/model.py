@@ -1,0 +1,510 @@
+"""One frozen base with two LoRA adapters, `student` and `teacher`, both starting as the identity (q_0 = p_0).
+
+`hidden` gives the final hidden states of (view, tokens) for the training side; `sampling` lends the same network with
+one adapter folded into the weights for the rollout side, and puts the weights back as they were, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from past_opsd.core.config import ModelSection
+from past_opsd.core.nouns import Adapter, PastError, View
+from past_opsd.policy import attention, fused, packing
+from past_opsd.policy.distributed import World
+from past_opsd.policy.pretrained import Choice, hardware, load_network, load_tokenizer, resolve
+
+__all__ = ["TRAINABLE", "Model", "Network", "linear_targets", "load_tokenizer", "resolve"]
+
+TRAINABLE: tuple[Adapter, Adapter] = ("student", "teacher")
+# Mixture-of-experts routers: which expert computes is not what an adapter should learn.
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+
+
+def _tokenizer_text(tokenizer: Any) -> str:
+    """What decides how text becomes ids; calls leave their padding and truncation behind, so those are left out."""
+    if not tokenizer.is_fast:
+        return json.dumps([tokenizer.get_vocab(), str(tokenizer.special_tokens_map)], sort_keys=True)
+    plain = json.loads(tokenizer.backend_tokenizer.to_str())
+    return json.dumps({k: v for k, v in plain.items() if k not in ("padding", "truncation")}, sort_keys=True)
+
+
+def in_order(targets: Any) -> Any:
+    """Names of target modules as they are written: PEFT holds them in a set, whose order changes with the process."""
+    return targets if targets is None or isinstance(targets, str) else sorted(targets)
+
+
+def linear_targets(network: nn.Module, layers: int) -> tuple[list[str], bool]:
+    """LoRA targets: every linear projection inside the decoder blocks; and whether they are GPT-2's transposed ones.
+
+    Short names (`q_proj`) where they mean the blocks alone, full names otherwise.
+    """
+    blocks = tuple(
+        f"{name}."
+        for name, module in network.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == layers
+    )
+    linear = {n: m for n, m in network.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    inside = [n for n in linear if n.startswith(blocks) and n.rpartition(".")[2] not in ROUTERS]
+    if not inside:
+        raise PastError("model.lora.targets = 'auto' finds no linear projection in this model's blocks; name them")
+    short = {n.rpartition(".")[2] for n in inside}
+    clear = not any(n.rpartition(".")[2] in short for n in linear if n not in inside)
+    return sorted(short if clear else inside), all(isinstance(linear[n], Conv1D) for n in inside)
+
+
+def place(choice: Choice, world: World) -> Choice:
+    """This rank's device: every process of a machine takes the GPU of its local rank."""
+    if world.alone:
+        return choice
+    if choice.device_map is not None:
+        raise PastError(
+            "model.device_map = 'auto' spreads one process's base over all GPUs; with several processes leave it and "
+            "set distributed.shard = 'full'"
+        )
+    if not choice.device.startswith("cuda"):
+        return choice
+    if choice.device != "cuda":
+        raise PastError(f"model.device = '{choice.device}' puts every process on the same GPU; set it to 'auto'")
+    count = torch.cuda.device_count()
+    if count not in (1, world.local_size) and world.local_rank >= count:
+        raise PastError(f"{world.local_size} processes on a machine with {count} GPUs; start as many as there are GPUs")
+    index = 0 if count == 1 else world.local_rank  # a launcher may show each process its own GPU alone
+    torch.cuda.set_device(index)
+    return replace(choice, device=f"cuda:{index}")
+
+
+class Network:
+    """A frozen causal language model: hidden states and the output projection."""
+
+    def __init__(self, section: ModelSection, path: str, choice: Choice | None = None):
+        self.choice = choice or hardware(section)
+        self.config, self.network = load_network(section, path, self.choice)
+        if self.choice.attention == "sdpa":
+            cast(Any, self.network).set_attn_implementation(attention.NAME)
+        self.device = cast(Any, self.network).get_input_embeddings().weight.device
+        self._scale = self._logit_scale(path)
+        self._prove(path)
+
+    def _logit_scale(self, path: str) -> float:
+        plain = self.config.get_text_config().to_dict()
+        if plain.get("final_logit_softcapping") is not None:
+            raise PastError(
+                f"'{path}' caps its logits (final_logit_softcapping); the losses here are computed from hidden states "
+                "and a linear head and would be wrong, so this architecture is not supported"
+            )
+        scale, divisor = plain.get("logit_scale"), plain.get("logits_scaling")
+        return (1.0 if scale is None else float(scale)) / (1.0 if divisor is None else float(divisor))
+
+    @torch.no_grad()
+    def _prove(self, path: str) -> None:
+        """The head applied to the hidden states must be the model's own logits, or every loss would be wrong."""
+        ids = torch.arange(1, 5, device=self.device)[None] % len(self.head)
+        states = cast(Any, self.network).base_model(input_ids=ids, use_cache=False).last_hidden_state
+        ours = self.logits(self._scaled(states).to(self.head.device)).float()
+        own = cast(Any, self.network)(input_ids=ids, use_cache=False).logits.to(ours.device).float()
+        tolerance = 1e-3 if self.head.dtype == torch.float32 else 3e-2
+        if ours.shape != own.shape or float((ours - own).abs().max()) > tolerance * float(own.abs().max()):
+            raise PastError(
+                f"'{path}' ({self.config.model_type}) computes its logits otherwise than by a linear head on its last "
+                "hidden states; losses from hidden states would be wrong, so this architecture is not supported"
+            )
+
+    def _scaled(self, states: Tensor) -> Tensor:
+        return states if self._scale == 1.0 else states * self._scale
+
+    @property
+    def head(self) -> Tensor:
+        """The output projection [V, H]."""
+        return cast(Any, self.network).get_output_embeddings().weight
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        """The output projection's bias, where there is one."""
+        return cast(Any, self.network).get_output_embeddings().bias
+
+    def log_probs(self, states: Tensor, temperature: float = 1.0) -> Tensor:
+        """Final hidden states [T, H] to float32 log-probabilities [T, V]."""
+        return fused.log_probs(self.logits(states), temperature)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Final hidden states [T, H] to logits [T, V]."""
+        return fused.project(states, self.head, self.head_bias)
+
+    def states(self, paths: Sequence[packing.Read], sizes: Sequence[int] = ()) -> Tensor:
+        """Final hidden states at the positions that predict each path's tokens, paths one after the other [sum T, H].
+
+        Row t of a path is [eq:student-prefix-state]: it reads the prompt and y_<t and predicts y_t. Nothing is
+        re-tokenised and the last token itself is never read. Each path is a row of the forward; `sizes` puts so many
+        of them, in order, into rows that share what their prompts begin with, for networks that can (`shares_prompts`).
+        """
+        return self._run(packing.shared(paths, sizes) if max(sizes, default=1) > 1 else packing.plain(paths))
+
+    def _run(self, packed: packing.Packed) -> Tensor:
+        if packed.mask is not None:
+            arguments: dict[str, Any] = {"attention_mask": packed.mask.to(self.device)}
+        else:
+            arguments = {"attention_mask": self._shared_mask(packed), "position_ids": packed.positions.to(self.device)}
+        backbone = cast(Any, self.network).base_model
+        states = backbone(input_ids=packed.ids.to(self.device), use_cache=False, **arguments).last_hidden_state
+        states = self._scaled(states.to(self.head.device))
+        return states.flatten(0, 1)[packed.index.to(states.device)]
+
+    def _shared_mask(self, packed: packing.Packed) -> Tensor:
+        width = packed.ids.shape[1]
+        if self.choice.attention != "eager":
+            return attention.SharedMask.of(packed.segments, width, self.device)
+        hidden = ~packing.dense(packed.segments, width).to(self.device)
+        lowest = torch.finfo(self.head.dtype).min  # eager attention adds its mask to the scores
+        return torch.zeros_like(hidden, dtype=self.head.dtype).masked_fill_(hidden, lowest)
+
+    @property
+    def attention_kinds(self) -> set[str]:
+        """What the layers read: every earlier token, a window of them, or something else."""
+        plain = self.config.get_text_config().to_dict()
+        windowed = "sliding_attention" if plain.get("sliding_window") else "full_attention"
+        return set(plain.get("layer_types") or [windowed])
+
+    @property
+    def full_attention(self) -> bool:
+        """Whether every layer reads every earlier token."""
+        return self.attention_kinds == {"full_attention"}
+
+    @cached_property
+    def shares_prompts(self) -> bool:
+        """Whether this network computes the same from a shared row: tried once, on a few tokens.
+
+        Flash attention takes no such mask, a sliding window would be lost in it, ALiBi does not read positions.
+        """
+        if self.choice.attention not in ("sdpa", "eager") or not self.full_attention:
+            return False
+        ids = [1 + i % (len(self.head) - 1) for i in range(40)]
+        prompt, rests = ids[:16], [ids[16 + 5 * i : 24 + 5 * i] for i in range(3)]
+        paths = [(View("base", (*prompt, *rest[:i])), tuple(rest[i:])) for i, rest in enumerate(rests)]
+        with torch.no_grad():
+            alone, together = self.states(paths).float(), self.states(paths, [len(paths)]).float()
+        scale = alone.abs().max()
+        return bool((alone - together).abs().max() <= 0.02 * scale)
+
+    def digest_base(self) -> str:
+        """A hash of the frozen weights."""
+        weights = hashlib.sha256()
+        for name, parameter in sorted(self.network.state_dict().items()):
+            if "lora_" not in name:
+                weights.update(name.replace("base_layer.", "").encode())
+                weights.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return weights.hexdigest()[:16]
+
+
+class Model(Network):
+    """The frozen base, its two adapters, their versions; and a separate frozen expert where the recipe names one."""
+
+    def __init__(self, section: ModelSection, seed: int = 0, world: World | None = None, shard: bool = False):
+        self.section = section
+        self.world = world or World()
+        self.tokenizer = load_tokenizer(section)
+        super().__init__(section, section.path, place(hardware(section), self.world))
+        self._fit_vocabulary()
+        self.expert = None if section.expert is None else self._load_expert(section.expert)
+        self.peft = self._adapters(self.network, seed)
+        if self.choice.device_map is None:
+            self.peft.to(self.device)
+        self.peft.eval()  # no dropout anywhere: live and frozen views are functions
+        self._blocks = self._checkpointed_blocks()
+        self._layers = [m for m in self.peft.modules() if isinstance(m, LoraLayer)]
+        self._parameters = {a: self._named(a) for a in TRAINABLE}
+        self._phase: Adapter | None = None
+        self._active: Adapter | None = None
+        self.versions: dict[Adapter, int] = {"base": 0, "student": 0, "teacher": 0}
+        self._folded: tuple[Adapter, int, list[Tensor]] | None = None
+        self._base_digest: str | None = None
+        self._shards: list[Any] = []
+        self.activate("base")
+        if shard and not self.world.alone:
+            self._shard()
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """The ids that end a response: the model's generation settings' and the tokenizer's."""
+        configured = cast(Any, self.network).generation_config.eos_token_id
+        ids = configured if isinstance(configured, list) else [configured]
+        return frozenset(i for i in [*ids, self.tokenizer.eos_token_id] if i is not None)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a forward exchanges weights, so that all ranks must make the same ones."""
+        return bool(self._shards)
+
+    def _shard(self) -> None:
+        """Spread the blocks' frozen weights over the ranks. Embeddings, norm and head, which the losses read, stay."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import DTensor
+
+        if "ignored_params" not in inspect.signature(fully_shard).parameters:
+            raise PastError(f"distributed.shard = 'full' needs a newer torch than {torch.__version__}; 2.13 is tested")
+        self._base_digest = self.digest_base()
+        _ = self.shares_prompts  # tried on the whole base
+        layers = self.config.get_text_config().num_hidden_layers
+        stacks = [m for m in self.network.modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
+        mesh = init_device_mesh(self.device.type, (self.world.size,))
+        adapters = {parameter for name in TRAINABLE for parameter in self._parameters[name].values()}
+        blocks = list(stacks[0])
+        for block in blocks:
+            fully_shard(block, mesh=mesh, ignored_params=adapters)
+        backbone = cast(Any, self.network).base_model
+        whole = {parameter for parameter in backbone.parameters() if not isinstance(parameter, DTensor)}
+        fully_shard(backbone, mesh=mesh, ignored_params=whole)
+        self._shards = blocks
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, every rank holds the whole base, and ranks may make different forwards: for sampling."""
+        for block in self._shards:
+            block.set_reshard_after_forward(False)
+            block.unshard()
+        try:
+            yield
+        finally:
+            for block in self._shards:
+                block.reshard()
+                block.set_reshard_after_forward(True)
+            if self._shards:
+                self._folded = None
+
+    @torch.no_grad()
+    def idle(self, forwards: int) -> None:
+        """Forwards for nothing, beside those that other ranks of a sharded base make."""
+        for _ in range(forwards):
+            self.states([(View("base", (0,)), (0,))])
+
+    def digest_base(self) -> str:
+        """A hash of the frozen weights, as they were before they were spread."""
+        return self._base_digest or super().digest_base()
+
+    def _fit_vocabulary(self) -> None:
+        highest = max(self.tokenizer.get_vocab().values())
+        if highest >= len(self.head):
+            raise PastError(
+                f"model.path: the tokenizer of '{self.section.path}' has ids up to {highest}, but the model's head has "
+                f"{len(self.head)} rows; the two do not belong together, or the head must be resized and saved first"
+            )
+
+    def _adapters(self, base: Any, seed: int) -> PeftModel:
+        lora = self.section.lora
+        targets, transposed = lora.targets, False
+        if targets == "auto":
+            targets, transposed = linear_targets(base, self.config.get_text_config().num_hidden_layers)
+        config = LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
+            lora_dropout=0.0,
+            target_modules=targets,
+            fan_in_fan_out=transposed,
+            task_type="CAUSAL_LM",
+            bias="none",
+        )
+        upcast = lora.dtype == "float32"
+        try:
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                model = get_peft_model(base, config, adapter_name="student", autocast_adapter_dtype=upcast)
+                model.add_adapter("teacher", config, autocast_adapter_dtype=upcast)
+        except ValueError as error:
+            raise PastError(f"model.lora.targets = {lora.targets!r} does not fit this model: {error}") from None
+        return cast(PeftModel, model)
+
+    def _checkpointed_blocks(self) -> list[nn.Module]:
+        if not self.choice.gradient_checkpointing:
+            return []
+        network = cast(Any, self.network)
+        if not network.supports_gradient_checkpointing:
+            if self.section.gradient_checkpointing == "auto":
+                return []
+            raise PastError(f"model.gradient_checkpointing: '{self.section.path}' does not support it; set it to false")
+        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return [m for m in network.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+    def _load_expert(self, path: str) -> Network:
+        # Beside the student's head, where both views' states meet in the loss.
+        expert = Network(self.section, path, replace(self.choice, device=str(self.head.device), device_map=None))
+        tokenizer = load_tokenizer(self.section.model_copy(update={"path": path, "revision": None, "gguf_file": None}))
+        if _tokenizer_text(tokenizer) != _tokenizer_text(self.tokenizer) or len(expert.head) != len(self.head):
+            raise PastError(
+                f"model.expert = '{path}' has another vocabulary than model.path = '{self.section.path}'; "
+                "full-vocabulary distillation needs the same tokens"
+            )
+        return expert
+
+    def _named(self, adapter: Adapter) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in sorted(self.peft.named_parameters()) if f".{adapter}." in n and "lora_" in n}
+
+    def parameters(self, adapter: Adapter) -> dict[str, nn.Parameter]:
+        """An adapter's parameters by name, in a fixed order."""
+        return self._parameters[adapter]
+
+    def activate(self, adapter: Adapter) -> None:
+        """Route forwards through one adapter, or through the bare base."""
+        if adapter != self._active:
+            for layer in self._layers:
+                if adapter == "base":
+                    layer.enable_adapters(False)
+                else:
+                    layer.enable_adapters(True)
+                    layer.set_adapter(adapter)
+            self._active = adapter
+        # PEFT makes whatever it activates trainable; only the phase decides that here.
+        for name in TRAINABLE:
+            for parameter in self._parameters[name].values():
+                parameter.requires_grad_(name == self._phase)
+
+    @contextmanager
+    def training(self, adapter: Adapter) -> Iterator[None]:
+        """A phase: inside it exactly this adapter's parameters are trainable; outside none are."""
+        self._phase = adapter
+        self.activate(adapter)
+        self._folded = None  # the phase moves the adapter, and its activations need the room
+        self._checkpointing(True)
+        try:
+            yield
+        finally:
+            self._checkpointing(False)
+            self._phase = None
+            self.activate("base")
+
+    def _checkpointing(self, on: bool) -> None:
+        # A block checkpoints only in training mode, and drops its cache then: its own flag is raised, for a phase, and
+        # none of its parts'.
+        for block in self._blocks:
+            block.training = on
+
+    def trainable(self) -> set[str]:
+        """Names of all parameters that would get a gradient now."""
+        return {name for name, parameter in self.peft.named_parameters() if parameter.requires_grad}
+
+    def bump(self, adapter: Adapter) -> None:
+        """The adapter moved: a new version, so nothing made from the old one is served any more."""
+        self.versions[adapter] += 1
+
+    def set_versions(self, versions: Mapping[Adapter, int]) -> None:
+        """Versions as a checkpoint recorded them; anything made from the weights before is forgotten."""
+        self.versions.update(versions)
+        self._folded = None
+
+    def digest(self, adapter: Adapter) -> str:
+        """A hash of an adapter's bytes."""
+        digest = hashlib.sha256()
+        for name, parameter in self._parameters[adapter].items():
+            digest.update(name.encode())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def save_adapter(self, adapter: Adapter, folder: Path) -> None:
+        """Write an adapter as plain PEFT loads it."""
+        tensors = get_peft_model_state_dict(self.peft, adapter_name=adapter)
+        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors")
+        config = cast(LoraConfig, copy(self.peft.peft_config[adapter]))
+        config.inference_mode = True
+        config.target_modules = in_order(config.target_modules)
+        config.save_pretrained(str(folder))
+
+    @property
+    def max_context(self) -> int:
+        """Prompt plus response, in tokens."""
+        text = self.config.get_text_config()
+        own = text.to_dict().get(text.attribute_map.get("max_position_embeddings", "max_position_embeddings"))
+        limits = [n for n in (own, self.section.max_context) if n is not None]
+        if not limits:
+            raise PastError(f"'{self.section.path}' names no longest context; set model.max_context")
+        return min(limits)
+
+    def hidden(self, paths: Sequence[packing.Read], sizes: Sequence[int] = ()) -> Tensor:
+        """`states` under the views' adapter, of which there must be one."""
+        adapters: set[Adapter] = {view.adapter for view, _ in paths}
+        if len(adapters) != 1:
+            raise ValueError(f"one adapter per forward, not {sorted(adapters)}")
+        (adapter,) = adapters
+        if adapter == "expert":
+            if self.expert is None:
+                raise PastError(
+                    "this method distills from a separate teacher: set model.expert to its folder or hub id"
+                )
+            return self.expert.states(paths, sizes)
+        self.activate(adapter)
+        return self.states(paths, sizes)
+
+    @torch.no_grad()
+    def perturb(self, seed: int, scale: float) -> None:
+        """Move both adapters off the identity, for measurements: fresh ones do nothing, and agree exactly."""
+        draw = torch.Generator().manual_seed(seed)
+        for adapter in TRAINABLE:
+            for parameter in self._parameters[adapter].values():
+                parameter.add_(scale * torch.randn(parameter.shape, generator=draw).to(parameter))
+            self.bump(adapter)
+
+    @property
+    def folds(self) -> bool:
+        """Whether `sampling` folds the adapter into the weights."""
+        return self.choice.dtype == "float32"
+
+    @contextmanager
+    def sampling(self, adapter: Adapter) -> Iterator[nn.Module]:
+        """The network as one adapter's policy, fast: folded into the weights, which are put back afterwards.
+
+        Half-precision weights would round a small update away, so there the adapter stays beside them.
+        """
+        if not self.folds:
+            self.activate(adapter)
+            yield self.network
+            return
+        folded = self._fold(adapter)
+        self.activate("base")
+        layers = [cast(Any, layer).base_layer for layer in self._layers]
+        originals = [layer.weight.data for layer in layers]
+        try:
+            for layer, weight in zip(layers, folded, strict=True):
+                layer.weight.data = weight
+            yield self.network
+        finally:
+            for layer, weight in zip(layers, originals, strict=True):
+                layer.weight.data = weight
+
+    @torch.no_grad()
+    def _fold(self, adapter: Adapter) -> list[Tensor]:
+        if self._folded is not None and self._folded[:2] == (adapter, self.versions[adapter]):
+            return self._folded[2]
+        weights = [cast(Any, layer).base_layer.weight.data for layer in self._layers]
+        if adapter != "base":
+            deltas = (cast(Any, layer).get_delta_weight(adapter) for layer in self._layers)
+            weights = [weight + delta.to(weight.dtype) for weight, delta in zip(weights, deltas, strict=True)]
+        self._folded = (adapter, self.versions[adapter], weights)
+        return weights
+
+    def identity(self) -> dict[str, str]:
+        """What a checkpoint must find again: base weights, expert, tokenizer, chat template."""
+        tokenizer = hashlib.sha256(_tokenizer_text(self.tokenizer).encode())
+        template = hashlib.sha256(str(self.tokenizer.chat_template).encode())
+        return {
+            "base": f"{self.section.path} {self.digest_base()}",
+            "expert": "none" if self.expert is None else f"{self.section.expert} {self.expert.digest_base()}",
+            "tokenizer": tokenizer.hexdigest()[:16],
+            "chat_template": template.hexdigest()[:16],
+            "compute": f"{self.choice.dtype} {self.choice.attention}",
+        }

@@ -1,0 +1,325 @@
+"""From a name to weights: where a model lies, how this machine computes it, and what cannot be loaded.
+
+A path is a model of the package, one that `past models pull` fetched, a folder, a `.gguf` file, or a hub id. Every way
+in which loading can fail ends in one `PastError`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+
+from past_opsd.core.config import EMBEDDED as SHIPPED
+from past_opsd.core.config import ModelSection
+from past_opsd.core.lazy import Lazy
+from past_opsd.core.nouns import PastError
+from past_opsd.core.reading import MOST, plain, read_json
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+else:
+    torch = Lazy("torch")
+
+PULLABLE = ("smollm2-135m",)
+ORIGINS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # what a pulled model is on the hub
+_TEXTS = (".json", ".jinja", ".txt", ".model")
+
+
+def cache() -> Path:
+    """Where pulled models live: `past-opsd/models` in XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "past-opsd" / "models"
+
+
+def resolve(path: str) -> str:
+    """The folder of a shipped or pulled model; anything else is a folder, a .gguf file or a hub id, as given."""
+    if path in SHIPPED:
+        return str(Path(__file__).parents[1] / "tasks" / SHIPPED[path])
+    if path in PULLABLE and not Path(path).exists():
+        pulled = cache() / path
+        if not (pulled / "config.json").is_file():
+            raise PastError(f"model.path: '{path}' is not on this machine yet; fetch it with: past models pull {path}")
+        return str(pulled)
+    return path
+
+
+def on_disk(path: str, revision: str | None = None) -> bool:
+    """Whether a model is on this machine: a file, a folder, one of the package or in the hub's cache."""
+    if path in SHIPPED or path in PULLABLE or Path(path).exists():
+        return True
+    from huggingface_hub import snapshot_download
+
+    try:
+        return bool(snapshot_download(path, revision=revision, local_files_only=True))
+    except OSError:
+        return False
+    except ValueError:
+        return True  # not even the name of one: nothing will be fetched
+
+
+def hub_id(path: str) -> str | None:
+    """What a model is called on the hub: as given, what a pulled model or a folder of the hub's cache came from.
+
+    None for a model that only this machine knows: a shipped one, a folder, a file.
+    """
+    if path in SHIPPED:
+        return None
+    if path in ORIGINS and not Path(path).exists():
+        return ORIGINS[path]
+    cached = re.search(r"models--([^/]+?)--([^/]+)/snapshots(/|$)", Path(path).as_posix())
+    if cached:
+        return f"{cached[1]}/{cached[2]}"
+    named = re.fullmatch(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", path)
+    return path if named and not path.endswith(".gguf") and not Path(path).exists() else None
+
+
+@dataclass(frozen=True)
+class Source:
+    """What transformers is asked for: a folder or hub id, and the GGUF file inside it, if that is what it holds."""
+
+    path: str
+    gguf_file: str | None = None
+
+
+def locate(path: str, gguf_file: str | None = None) -> Source:
+    """A .gguf file, or a folder that holds one and no other model, is loaded as GGUF."""
+    place = Path(resolve(path))
+    if place.is_file() and place.suffix == ".gguf":
+        return Source(str(place.parent), place.name)
+    if place.is_dir() and gguf_file is None and not (place / "config.json").is_file():
+        found = sorted(p.name for p in place.glob("*.gguf"))
+        if len(found) > 1:
+            raise PastError(f"model.path: '{path}' holds {len(found)} GGUF files; choose with model.gguf_file: {found}")
+        return Source(str(place), found[0] if found else None)
+    return Source(resolve(path), gguf_file)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to compute with."""
+
+    cuda: bool
+    bf16: bool
+    flash: bool
+
+    @staticmethod
+    def here() -> Machine:
+        from transformers.utils.import_utils import is_flash_attn_2_available
+
+        cuda = torch.cuda.is_available()
+        return Machine(cuda, cuda and torch.cuda.is_bf16_supported(), cuda and is_flash_attn_2_available())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a model is computed; every 'auto' of the recipe settled."""
+
+    device: str
+    dtype: str
+    attention: str
+    gradient_checkpointing: bool
+    device_map: str | None
+
+    def __str__(self) -> str:
+        place = f"spread over {self.device}s" if self.device_map else f"on {self.device}"
+        checkpointing = ", gradient checkpointing" if self.gradient_checkpointing else ""
+        return f"{self.dtype}, {self.attention} {place}{checkpointing}"
+
+
+def hardware(section: ModelSection, machine: Machine | None = None) -> Choice:
+    """Settle what the recipe leaves to the machine.
+
+    CUDA: bfloat16 where the GPU has it, flash attention where it is installed, checkpointing on. Elsewhere float32
+    and sdpa; on the CPU memory is rarely short, so checkpointing is off. MPS only when asked for.
+    """
+    machine = machine or Machine.here()
+    device = section.device if section.device != "auto" else "cuda" if machine.cuda else "cpu"
+    if device.startswith("cuda") and not machine.cuda:
+        raise PastError(f"model.device = '{section.device}', but torch sees no CUDA GPU here; use 'auto' or 'cpu'")
+    on_gpu = device.startswith("cuda")
+    dtype = section.dtype if section.dtype != "auto" else "bfloat16" if on_gpu and machine.bf16 else "float32"
+    flash = on_gpu and machine.flash and dtype != "float32"
+    attention = section.attention if section.attention != "auto" else "flash_attention_2" if flash else "sdpa"
+    checkpointing = section.gradient_checkpointing
+    return Choice(
+        device=device,
+        dtype=dtype,
+        attention=attention,
+        gradient_checkpointing=device != "cpu" if checkpointing == "auto" else checkpointing,
+        device_map=None if section.device_map == "single" else section.device_map,
+    )
+
+
+def load_tokenizer(section: ModelSection) -> Any:
+    """The model's own tokenizer."""
+    source = locate(section.path, section.gguf_file)
+    _need_gguf(source)
+    with _loading("tokenizer", section.path, source):
+        return _transformers().AutoTokenizer.from_pretrained(source.path, **_common(section, section.path, source))
+
+
+def read_config(section: ModelSection) -> Any:
+    """The model's configuration alone: its shape, without a weight."""
+    source = locate(section.path, section.gguf_file)
+    _need_gguf(source)
+    with _loading("configuration", section.path, source):
+        return _transformers().AutoConfig.from_pretrained(source.path, **_common(section, section.path, source))
+
+
+def load_network(section: ModelSection, path: str, choice: Choice) -> tuple[Any, nn.Module]:
+    """Configuration and frozen weights, on the chosen device; all dropout is off."""
+    source = locate(path, section.gguf_file if path == section.path else None)
+    _need_gguf(source)
+    common = _common(section, path, source)
+    transformers = _transformers()
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # its tables would bury the one message
+    try:
+        with _loading("causal language model", path, source):
+            config = transformers.AutoConfig.from_pretrained(source.path, **common)
+            _refuse(config, path)
+            _still(config)
+            if source.gguf_file is not None and hasattr(transformers, "GgufConfig"):  # before, always unpacked
+                common["quantization_config"] = transformers.GgufConfig(dequantize=True)
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                source.path,
+                config=config,
+                dtype={"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[choice.dtype],
+                attn_implementation=choice.attention,
+                device_map=choice.device_map,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below
+                **common,
+            )
+            network, report = loaded
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    _complete(path, type(network).__name__, report)
+    network = network.requires_grad_(False).eval()
+    return config, network if choice.device_map else network.to(choice.device)
+
+
+def _transformers() -> Any:
+    """The library, without its progress bars."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+@contextmanager
+def _loading(what: str, path: str, source: Source) -> Iterator[None]:
+    """Whatever the libraries make of a folder's files, a failure is one message: damage makes them raise anything."""
+    folder = Path(source.path)
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if file.suffix in _TEXTS:
+            plain(file, MOST)
+    try:
+        yield
+    except PastError:
+        raise
+    except Exception as error:
+        raise PastError(_unloadable(what, path, source, error)) from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # what a library written in Rust ends in
+            raise
+        raise PastError(_unloadable(what, path, source, RuntimeError(str(error)))) from None
+
+
+def _common(section: ModelSection, path: str, source: Source) -> dict[str, Any]:
+    kwargs: dict[str, Any] = {"trust_remote_code": section.trust_remote_code}
+    if path == section.path:
+        kwargs["revision"] = section.revision
+    if source.gguf_file is not None:
+        kwargs["gguf_file"] = source.gguf_file
+    return kwargs
+
+
+def _need_gguf(source: Source) -> None:
+    if source.gguf_file is not None and importlib.util.find_spec("gguf") is None:
+        raise PastError(f"reading {source.gguf_file} needs the gguf package: pip install gguf")
+
+
+def _refuse(config: Any, path: str) -> None:
+    plain = config.to_dict()
+    if plain.get("is_encoder_decoder"):
+        raise PastError(f"model.path: '{path}' is an encoder-decoder ({config.model_type}); a causal LM is needed")
+    quantised = plain.get("quantization_config")
+    if quantised is not None:
+        kind = quantised.get("quant_method", "unknown method")
+        raise PastError(
+            f"model.path: '{path}' holds quantised weights ({kind}), which adapters cannot be trained on and folded "
+            "into here; use the model's unquantised weights, or a GGUF file, which is unpacked"
+        )
+
+
+def _complete(path: str, kind: str, report: dict[str, Any]) -> None:
+    missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
+    if missing:
+        raise PastError(
+            f"model.path: '{path}' lacks {len(missing)} weights of a {kind}, e.g. {missing[0]}; "
+            "it has no language-model head, or its files are incomplete"
+        )
+    if mismatched:
+        name, stored, wanted = mismatched[0]
+        raise PastError(
+            f"model.path: '{path}' holds {name} as {list(stored)} where its config.json means {list(wanted)}; "
+            "the two do not belong together"
+        )
+
+
+def _still(config: Any) -> None:
+    """No dropout, also where a layer reads its rate from the configuration: views are functions."""
+    text = config.get_text_config()
+    for key, value in text.to_dict().items():
+        if ("dropout" in key or "pdrop" in key) and isinstance(value, float):
+            setattr(text, key, 0.0)
+
+
+def _unloadable(what: str, path: str, source: Source, error: Exception) -> str:
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    folder = Path(source.path)
+    if "trust_remote_code" in str(error):
+        return (
+            f"model.path: '{path}' brings code of its own for its {what}, which is not run; if you have read it and "
+            "trust it, set model.trust_remote_code = true"
+        )
+    if isinstance(error, pickle.UnpicklingError):
+        return (
+            f"model.path: '{path}' cannot be loaded: its weights are a pickle that holds more than tensors, which "
+            "could run code; use a copy in safetensors format"
+        )
+    if isinstance(error, ImportError) and "flash" in str(error).lower():
+        return f"model.attention: flash attention is not installed ({reason}); use model.attention = 'sdpa'"
+    if isinstance(error, SafetensorError):
+        return f"model.path: a weights file in '{path}' is damaged ({reason}); fetch the model again"
+    if (folder / "config.json").is_file() and _model_type(folder / "config.json") is None:
+        return f"model.path: the config.json in '{path}' cannot be read, or names no model_type; fetch the model again"
+    if folder.is_dir() and what == "tokenizer":
+        return (
+            f"model.path: '{path}' holds no tokenizer that can be loaded ({reason}); "
+            "put the model's tokenizer.json and tokenizer_config.json beside its weights"
+        )
+    if (folder / "config.json").is_file():
+        kind = _model_type(folder / "config.json")
+        return f"model.path: '{path}' ({kind}) cannot be loaded as a causal language model: {reason}"
+    if folder.is_dir() and source.gguf_file is not None:
+        return f"model.path: {folder / source.gguf_file} cannot be loaded as GGUF: {reason}"
+    return f"model.path: no {what} can be loaded from '{path}' ({reason}); give a local folder or a hub id that exists"
+
+
+def _model_type(file: Path) -> str | None:
+    try:
+        found = read_json(file)["model_type"]
+    except (PastError, KeyError, TypeError, IndexError):
+        return None
+    return found if isinstance(found, str) else None

@@ -1,0 +1,1 @@
+"""Sample and verify: engines that draw responses, verifiers that judge them."""

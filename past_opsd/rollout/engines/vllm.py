@@ -1,0 +1,280 @@
+"""Rollouts from vLLM, inside this process or from servers, checked against the trainer.
+
+Every published version of an adapter gets a folder, a name and a number that were never used before: vLLM answers a
+known number or path from its caches. Published adapters, and some responses of every batch, are compared with the
+trainer's own log-probabilities.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from past_opsd.core.config import Sampling
+from past_opsd.core.lazy import Lazy
+from past_opsd.core.losses import at_tokens
+from past_opsd.core.nouns import Adapter, PastError, Response, Tokens, View, derive_seed
+from past_opsd.rollout.engines import Request, StaleAdapterError
+from past_opsd.rollout.engines.vllm_backend import Backend, Draw, Drawn, Options, Probe, Served
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from safetensors import torch as safetensors
+
+    from past_opsd.policy.model import Model
+else:
+    np, torch, safetensors = Lazy("numpy"), Lazy("torch"), Lazy("safetensors.torch")
+
+__all__ = ["Options", "VllmEngine", "build"]
+
+PROBES, PROBE_TOKENS = 4, 16
+COMPARED_TOKENS = 1024
+"""Longer responses are compared on their first tokens."""
+ROWS = 128
+"""Logit rows held at a time."""
+
+
+def build(options: Options, model: Model) -> VllmEngine:
+    """The engine for this model; vLLM's base is compared with the trainer's before anything is served."""
+    stop = sorted(model.stops)
+    if options.mode == "local" and not model.world.alone:
+        raise PastError(
+            "engine.mode = 'local' runs vLLM inside one process, but there are several: start servers with "
+            "'past serve' and set engine.mode = 'server' and engine.urls, or use engine.name = 'torch'"
+        )
+
+    def connect(base: Served, bound: float) -> Backend:
+        if options.mode == "server":
+            from past_opsd.rollout.engines.vllm_server import ServerBackend
+
+            share = options.model_copy(update={"in_flight": max(1, options.in_flight // model.world.size)})
+            return ServerBackend(share, stop, base, bound, model.max_context)
+        from past_opsd.rollout.engines.vllm_local import LocalBackend
+
+        return LocalBackend(options, model.section, stop, base, bound, model.max_context)
+
+    return VllmEngine(options, model, connect)
+
+
+class VllmEngine:
+    """Publishes the trainer's adapters to vLLM and samples from them."""
+
+    own_weights = True
+
+    def __init__(self, options: Options, model: Model, connect: Callable[[Served, float], Backend]):
+        self._options = options
+        self._model = model
+        self._bound = options.mismatch_bound or (1e-3 if model.head.dtype == torch.float32 else 0.05)
+        self._number = 0
+        self._differences: list[np.ndarray] = []
+        self._world = model.world
+        self._folder = self._world.share(lambda: _hand_over(options.adapter_folder))
+        if self._world.first:
+            self._removal = weakref.finalize(self, shutil.rmtree, self._folder, True)
+        bare = Served("base", 0, 0, "", None, self._probes("base"))
+        self._backend = connect(bare, self._bound)
+        self._served: dict[Adapter, Served] = {"base": self._zeros(bare)}
+        self._load(self._served["base"])
+
+    def publish(self, adapter: Adapter, version: int) -> None:
+        if self._model.versions[adapter] != version:
+            raise StaleAdapterError(f"{adapter} is at version {self._model.versions[adapter]}, not {version}")
+        if adapter == "base":
+            return
+        old = self._served.get(adapter)
+        digest = self._model.digest(adapter)
+        if old is not None and (old.version, old.digest) == (version, digest):
+            return
+        new = self._write(adapter, version, digest)
+        self._load(new)
+        self._served[adapter] = new
+        if old is not None:
+            self._backend.unload(old)
+            if self._world.first:
+                shutil.rmtree(self._folder / old.name)
+
+    def _load(self, new: Served) -> None:
+        """The first rank loads; then every other finds it loaded and compares it with its own weights."""
+        if self._world.first:
+            self._backend.load(new)
+        self._world.barrier()
+        if not self._world.first:
+            self._backend.load(new)
+
+    def sample(
+        self, requests: Sequence[Request], sampling: Sampling, versions: Mapping[Adapter, int]
+    ) -> list[Response]:
+        wanted: set[Adapter] = {request.view.adapter for request in requests}
+        served = {adapter: self._current(adapter, versions.get(adapter)) for adapter in wanted}
+        draws = [Draw(served[r.view.adapter], r.view.prompt, r.seed) for r in requests]
+        responses = self._responses(self._backend.draw(draws, sampling)) if draws else []
+        self._compare(requests, responses, sampling.temperature or 1.0)
+        return responses
+
+    def _responses(self, drawn: Sequence[Drawn]) -> list[Response]:
+        stops = self._model.stops
+        texts = self._model.tokenizer.batch_decode([list(d.tokens) for d in drawn], skip_special_tokens=True)
+        return [
+            Response(d.tokens, text, d.logprobs, d.tokens[-1] in stops) for d, text in zip(drawn, texts, strict=True)
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """How far vLLM's log-probabilities were from the trainer's."""
+        own, self._differences = self._differences, []
+        reports = self._world.gather((own, self._backend.metrics()))
+        found = [values for part, _ in reports for values in part]
+        out: dict[str, float] = {}
+        if found:
+            values = np.concatenate(found)
+            out = {
+                "engine/logprob_mean_abs": float(values.mean()),
+                "engine/logprob_max_abs": float(values.max()),
+                "engine/logprob_tokens": len(values),
+            }
+        return out | _combined([part for _, part in reports])
+
+    def close(self) -> None:
+        served, self._served = list(self._served.values()), {}
+        try:
+            for adapter in served:
+                self._backend.unload(adapter)
+            self._backend.close()
+        finally:
+            if self._world.first:
+                self._removal()
+
+    def _current(self, adapter: Adapter, wanted: int | None) -> Served:
+        served = self._served.get(adapter)
+        published = None if served is None else served.version
+        now = self._model.versions.get(adapter)
+        if served is None or not wanted == published == now:
+            raise StaleAdapterError(
+                f"{adapter}: version {wanted} was asked for, {published} is published, the weights are at {now}; "
+                "publish an adapter after each of its steps"
+            )
+        return served
+
+    def _name(self, adapter: Adapter, version: int) -> Path:
+        """A folder whose name no server has ever seen."""
+        self._number += 1
+        folder = self._folder / f"{adapter}-c{version:05d}-{self._number}-{self._folder.name.rpartition('-')[2]}"
+        if self._world.first:
+            folder.mkdir()
+        return folder
+
+    def _zeros(self, bare: Served) -> Served:
+        """The base as an adapter of zeros.
+
+        vLLM's CPU kernels add the adapter of the last slot to rows without one, wherever a batch holds both.
+        """
+        folder = self._name("base", 0)
+        if self._world.first:
+            self._model.save_adapter("student", folder)
+            file = folder / "adapter_model.safetensors"
+            safetensors.save_file(
+                {name: torch.zeros_like(tensor) for name, tensor in safetensors.load_file(file).items()}, file
+            )
+        return replace(bare, name=folder.name, number=self._number, folder=folder)
+
+    def _write(self, adapter: Adapter, version: int, digest: str) -> Served:
+        folder = self._name(adapter, version)
+        if self._world.first:
+            self._model.save_adapter(adapter, folder)
+            if file_digest(self._model, adapter, folder) != digest:
+                raise PastError(
+                    f"{folder}: the written adapter is not the {adapter} in memory; is the disk full or shared?"
+                )
+        return Served(folder.name, self._number, version, digest, folder, self._probes(adapter))
+
+    def _probes(self, adapter: Adapter) -> tuple[Probe, ...]:
+        """The trainer's next-token distributions after fixed prompts."""
+        size = min(len(self._model.tokenizer), len(self._model.head))
+        draws = (np.random.Generator(np.random.Philox(key=derive_seed("probe", i))) for i in range(PROBES))
+        prompts: list[Tokens] = [tuple(rng.integers(size, size=PROBE_TOKENS).tolist()) for rng in draws]
+        reads = [(View(adapter, prompt), (0,)) for prompt in prompts]
+        rows = torch.cat([block.cpu() for block in _log_probs(self._model, reads)]).numpy()
+        return tuple(Probe(prompt, row) for prompt, row in zip(prompts, rows, strict=True))
+
+    def _compare(self, requests: Sequence[Request], responses: Sequence[Response], temperature: float) -> None:
+        """Measure some responses against the trainer, and refuse what is too far off."""
+        adapters: list[Adapter] = list(dict.fromkeys(request.view.adapter for request in requests))
+        rows = {a: [i for i, request in enumerate(requests) if request.view.adapter == a] for a in adapters}
+        chosen: list[tuple[Adapter, int]] = [
+            (a, i) for a in adapters for i in _spread(rows[a], self._options.mismatch_samples)
+        ]
+        most = max(self._world.gather(len(chosen))) if self._model.sharded else len(chosen)
+        for adapter, i in chosen:
+            tokens = responses[i].tokens[:COMPARED_TOKENS]
+            expected = logprobs(self._model, requests[i].view, tokens, temperature)
+            self._differences.append(np.abs(np.array(responses[i].logprobs[: len(tokens)]) - expected))
+            self._refuse(adapter, float(self._differences[-1].mean()))
+        self._model.idle(most - len(chosen))
+
+    def _refuse(self, adapter: Adapter, distance: float) -> None:
+        if not distance <= self._bound:
+            served = self._served[adapter]
+            raise PastError(
+                f"a response of {served.name} came with log-probabilities that differ from the trainer's by "
+                f"{distance:.2g} per token on average (engine.mismatch_bound is {self._bound:g}). Check that vLLM runs "
+                "the same base weights and dtype, that it was started with 'past serve' (its --logprobs-mode and "
+                "--logits-processors), that no other run loads adapters of this name, that both sides use the same "
+                "chat template and position scaling, and model.attention; raise the bound only for a known cause"
+            )
+
+
+def _combined(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Numbers of all ranks: counts add up, of distances the largest stays."""
+    out: dict[str, float] = {}
+    for key, value in ((key, value) for report in reports for key, value in report.items()):
+        out[key] = max(out[key], value) if key in out and key.endswith("abs") else out.get(key, 0) + value
+    return out
+
+
+def file_digest(model: Model, adapter: Adapter, folder: Path) -> str:
+    """`Model.digest` of a written adapter."""
+    saved = safetensors.load_file(folder / "adapter_model.safetensors")
+    digest = hashlib.sha256()
+    for name in model.parameters(adapter):
+        digest.update(name.encode())
+        digest.update(saved[name.replace(f".{adapter}.", ".")].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def logprobs(model: Model, view: View, tokens: Tokens, temperature: float) -> np.ndarray:
+    """The trainer's log-probabilities of a response at a temperature."""
+    out: list[torch.Tensor] = []
+    targets = torch.tensor(tokens)
+    for block in _log_probs(model, [(view, tokens)], temperature):
+        chosen = targets[sum(len(o) for o in out) :][: len(block)].to(block.device)
+        out.append(at_tokens(block, chosen).cpu())
+    return torch.cat(out).numpy()
+
+
+def _log_probs(model: Model, paths: Sequence[tuple[View, Tokens]], temperature: float = 1.0) -> list[torch.Tensor]:
+    """[rows, V] in order, a few rows at a time."""
+    with torch.no_grad():
+        return [model.log_probs(states, temperature) for states in model.hidden(paths).split(ROWS)]
+
+
+def _spread(rows: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the rows, evenly spread."""
+    return [rows[i * len(rows) // count] for i in range(count)] if count < len(rows) else list(rows)
+
+
+def _hand_over(folder: str | None) -> Path:
+    try:
+        made = Path(tempfile.mkdtemp(prefix="past-adapters-", dir=folder))
+    except OSError as error:
+        raise PastError(
+            f"engine.adapter_folder = '{folder}' cannot be written ({error}); name an existing folder"
+        ) from None
+    if folder is not None:
+        made.chmod(0o755)  # servers may run as somebody else
+    return made

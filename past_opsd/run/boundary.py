@@ -1,0 +1,255 @@
+"""A finished or running training run opened at one of its checkpoints, for the commands that look into it.
+
+The parts are rebuilt from the run's own recipe, both adapters are loaded and published, and nothing is trained. What
+is measured along token ids goes from hidden states through the head chunk by chunk: no [T, V] of a whole response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from past_opsd.core import config
+from past_opsd.core.nouns import Adapter, Attempt, PastError, Problem, Response, Tokens, Verdict, View, derive_seed
+from past_opsd.policy import packing
+from past_opsd.policy.model import Model
+from past_opsd.policy.pretrained import on_disk
+from past_opsd.rollout.lab import Work
+from past_opsd.run import checkpoint
+from past_opsd.run.folder import RunFolder
+from past_opsd.run.resume import differences
+from past_opsd.run.train import Session, session
+from past_opsd.tasks._rows import on_disk as data_on_disk
+
+# Without these the adapters mean something else; a changed verifier or recipe is only worth a note.
+_ESSENTIAL = ("base", "expert", "tokenizer", "chat_template")
+# Chunk-sized tensors alive at once while a divergence is taken, beside one per view.
+_COPIES = 8
+
+
+@dataclass
+class Boundary:
+    """A run's parts at one boundary."""
+
+    parts: Session
+    run: RunFolder
+    teacher: Adapter
+    step: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def seed(self) -> int:
+        return self.parts.recipe.run.seed
+
+    def move(self, step: int) -> None:
+        """Load both adapters of another checkpoint and let the engine serve them."""
+        path = self.run.checkpoint(step)
+        state = checkpoint.read_state(path)
+        self.notes = _compare(state.get("identity"), self.parts, path)
+        checkpoint.load_adapters(self.parts.model, path)
+        checkpoint.restore_method(path, state, self.parts.loop.method)
+        self.parts.loop.publish()
+        self.step = step
+
+    def description(self) -> dict[str, Any]:
+        """Which run, which step: the head of every file written about it."""
+        recipe = self.parts.recipe
+        return {"step": self.step, "recipe": recipe.name, "method": recipe.method.name, "seed": self.seed}
+
+
+@contextmanager
+def opened(folder: Path, step: int, trust: bool = False) -> Iterator[Boundary]:
+    """The run at the checkpoint of this step. Code that its recipe names is run only with `trust`."""
+    run = RunFolder(folder)
+    require_trust(run, entrusted(run.recipe()), trust)
+    with session(config.load(run.recipe_file)) as parts:
+        boundary = Boundary(parts, run, teacher_adapter(parts))
+        boundary.move(step)
+        yield boundary
+
+
+def code(recipe: config.Recipe) -> list[str]:
+    """What a recipe would run that is not in this package."""
+    sections = {kind: config.dump(recipe)[kind] for kind in config.PLUGINS}
+    named = [f"{kind}.name = {s['name']!r}" for kind, s in sections.items() if config.is_foreign(s["name"])]
+    if sections["verifier"]["name"] == "function":
+        named.append(f"verifier.path = {sections['verifier']['path']!r}")
+    return named + ["model.trust_remote_code = true"] * recipe.model.trust_remote_code
+
+
+def remote(recipe: config.Recipe) -> list[str]:
+    """What a recipe would fetch from the hub, because it is not on this machine."""
+    wanted = {"model.path": recipe.model.path, "model.expert": recipe.model.expert}
+    revisions = {"model.path": recipe.model.revision}
+    models = {key: path for key, path in wanted.items() if path and not on_disk(path, revisions.get(key))}
+    task = config.dump(recipe)["task"]
+    sets = task.get("evaluation") if isinstance(task.get("evaluation"), dict) else {}
+    sources = {"task.train": task.get("train")} | {f"task.evaluation.{name}": source for name, source in sets.items()}
+    data = {key: source for key, source in sources.items() if isinstance(source, str) and not data_on_disk(source)}
+    return [f"{key} = {name!r} from the hub" for key, name in (models | data).items()]
+
+
+def reached(recipe: config.Recipe) -> list[str]:
+    """What a recipe's engine would be given or send that nobody vouches for."""
+    return config.ask_engine(recipe).unvouched()
+
+
+def entrusted(recipe: config.Recipe) -> list[str]:
+    """Everything that a person must say is all right before somebody else's recipe is put to work."""
+    return [*code(recipe), *remote(recipe), *reached(recipe)]
+
+
+def require_trust(run: RunFolder, named: Sequence[str], trust: bool) -> None:
+    """A run's folder may be somebody else's: what its recipe names is run, fetched or asked when a person says so."""
+    if named and not trust:
+        fetched = [name for name in named if name.endswith("from the hub")]
+        sent = [name for name in named if name.startswith("engine.urls")]
+        rest = [name for name in named if name not in fetched and name not in sent]
+        kinds = {"run code from outside the package": rest, "fetch": fetched, "send": sent}
+        would = "; ".join(f"{what}: {', '.join(names)}" for what, names in kinds.items() if names)
+        raise PastError(
+            f"{run.recipe_file} would {would}. Nothing of it was done. "
+            "If it is yours, or you trust it, say so with --trust"
+        )
+
+
+def choose(folder: Path, step: int | None) -> tuple[int, list[str]]:
+    """The wanted boundary, or the newest whole one with a line for each damaged one passed over."""
+    run = RunFolder(folder)
+    run.recipe()
+    kept = run.steps()
+    if not kept:
+        raise PastError(f"{run}: the run has no checkpoint yet")
+    if step is None:
+        path, notes = checkpoint.newest_whole(run)
+        if path is None:
+            raise PastError(f"{run}: no checkpoint is whole; " + "; ".join(notes))
+        return run.checkpoints.number(path), notes
+    if step not in kept:
+        raise PastError(f"{run}: no checkpoint of step {step}; kept are {', '.join(map(str, kept))}")
+    problem = checkpoint.damage(run.checkpoint(step))
+    if problem is not None:
+        others = ", ".join(str(s) for s in kept if s != step) or "none"
+        raise PastError(f"{run.checkpoint(step)} is damaged ({problem}); other steps kept: {others}")
+    return step, []
+
+
+def whole(folder: Path) -> tuple[list[int], list[str]]:
+    """Every undamaged boundary, and a line for each damaged one."""
+    choose(folder, None)
+    run = RunFolder(folder)
+    problems = {step: checkpoint.damage(run.checkpoint(step)) for step in run.steps()}
+    notes = [f"{run.checkpoint(s)} is damaged ({p}); left out" for s, p in problems.items() if p is not None]
+    return [step for step, problem in problems.items() if problem is None], notes
+
+
+def _compare(saved: Any, parts: Session, path: Path) -> list[str]:
+    former = tuple(f"recipe.{key}: " for key in config.former(parts.recipe))
+    changes = [line for line in differences(saved, parts.identity) if not line.startswith(former)]
+    bad = [line for line in changes if line.startswith(tuple(f"{key}:" for key in _ESSENTIAL))]
+    if bad:
+        lines = "\n".join(f"  {line}" for line in bad)
+        raise PastError(f"{path} was trained on another model; restore what it had:\n{lines}")
+    # A key that the run did not have yet has its default now.
+    return [f"changed since training: {line}" for line in changes if ": None -> " not in line]
+
+
+def teacher_adapter(parts: Session) -> Adapter:
+    """Whose weights the run's teacher has; refuses methods without a privileged teacher."""
+    view = own_view(parts)
+    name = parts.recipe.method.name
+    if view.adapter == "expert":
+        raise PastError(f"method '{name}' learns from a separate expert that reads the prefix alone: nothing to probe")
+    if view == _prototype(parts).view:
+        raise PastError(f"method '{name}' has no privileged teacher: there is nothing to probe")
+    return view.adapter
+
+
+def own_view(parts: Session) -> View:
+    """What the run's own teacher reads for an empty, correct attempt at the first problem."""
+    return parts.loop.method.teacher_view(_prototype(parts))
+
+
+def own_condition(parts: Session) -> str:
+    """Which probe prompt the run's own teacher reads: 'matching', 'removed' or 'other'."""
+    problem, prompts = parts.loop.problems[0], parts.loop.prompts
+    known = {prompts.hindsight(problem, ""): "matching", prompts.removed(problem): "removed"}
+    return known.get(own_view(parts).prompt, "other")
+
+
+def _prototype(parts: Session) -> Attempt:
+    problem = parts.loop.problems[0]
+    view = View("student", parts.loop.prompts.student(problem))
+    return Attempt(problem, view, Response((), "", (), True), Verdict(True, "correct"))
+
+
+def pick(problems: Sequence[Problem], count: int, *seed: int | str) -> list[Problem]:
+    """Up to `count` different problems, seeded."""
+    order = np.random.default_rng(derive_seed(*seed)).permutation(len(problems))
+    return [problems[i] for i in order[:count]]
+
+
+def responses(at: Boundary, problems: Sequence[Problem], samples: int, role: str) -> list[Attempt]:
+    """Fresh student responses from X alone; problems whose prompt leaves no room are left out."""
+    loop = at.parts.loop
+    work = [
+        Work(problem, View("student", prompt), derive_seed(at.seed, role, at.step, problem.id, "student", sample))
+        for problem in problems
+        for prompt in [loop.prompts.student(problem)]
+        if len(prompt) + loop.rollout.student.max_new_tokens <= loop.max_context
+        for sample in range(samples)
+    ]
+    return loop.attempt(work, loop.rollout.student)
+
+
+@torch.no_grad()
+def along(
+    at: Boundary,
+    paths: Sequence[tuple[Sequence[View], Tokens]],
+    measure: Callable[[list[Tensor]], Tensor],
+) -> np.ndarray:
+    """Means over each path's tokens of what `measure` says of its views' log-probabilities, [paths, K].
+
+    A path is token ids with the views that read them, of the same adapters in the same order in every path.
+    `measure` gets one [rows, V] a view and gives [K, rows].
+    """
+    learner, model = at.parts.recipe.learner, at.parts.model
+    widths = [max(len(v.prompt) for v in views) + len(tokens) for views, tokens in paths]
+    out: list[Any] = [None] * len(paths)
+    for batch in packing.batches(widths, learner.token_budget):
+        lengths = [len(paths[i][1]) for i in batch]
+        count = len(paths[batch[0]][0])
+        states = [model.hidden([(paths[i][0][k], paths[i][1]) for i in batch]) for k in range(count)]
+        values = _by_chunks(model, states, measure, learner.loss_memory_mib << 20)
+        for i, part in zip(batch, values.split(lengths, dim=1), strict=True):
+            out[i] = part.double().mean(1).cpu().numpy()
+    return np.array(out)
+
+
+def _by_chunks(
+    model: Model, states: list[Tensor], measure: Callable[[list[Tensor]], Tensor], budget_bytes: int
+) -> Tensor:
+    rows = max(1, budget_bytes // (4 * len(model.head) * (len(states) + _COPIES)))
+    chunks = zip(*(s.split(rows) for s in states), strict=True)
+    return torch.cat([measure([model.log_probs(s) for s in chunk]) for chunk in chunks], dim=1)
+
+
+@torch.no_grad()
+def next_token(at: Boundary, views: Sequence[View]) -> np.ndarray:
+    """The next token's distribution after each view's prompt, float64 [views, V]; one adapter for all."""
+    model = at.parts.model
+    distinct = list(dict.fromkeys(views))
+    out = np.empty((len(distinct), len(model.head)))
+    for batch in packing.batches([len(v.prompt) for v in distinct], at.parts.recipe.learner.token_budget):
+        # The one token only marks the position that predicts it; it is not read.
+        states = model.hidden([(distinct[i], (0,)) for i in batch])
+        out[batch] = torch.softmax(model.logits(states).double(), dim=-1).cpu().numpy()
+    index = {view: row for row, view in enumerate(distinct)}
+    return out[[index[view] for view in views]]

@@ -1,0 +1,115 @@
+"""Where a run goes on, and what may change before it does: what makes it another run is refused, the rest is told."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from past_opsd.core import config, life
+from past_opsd.core.config import Recipe
+from past_opsd.core.nouns import PastError
+from past_opsd.run import checkpoint
+from past_opsd.run.evaluate import evaluation_steps
+from past_opsd.run.folder import RunFolder
+
+FREE = frozenset(
+    {"name", "description", "run.checkpoint_every", "run.keep_checkpoints", "evaluation.at", "evaluation.pass_k"}
+    | {"verifier.workers"}
+)
+"""Keys of a recipe that may change when a run goes on: they decide what is kept and shown, not what is learned."""
+ROUNDING = frozenset(
+    {"run.threads", "learner.token_budget", "learner.loss_memory_mib", "learner.shared_prompts", "engine.batch"}
+    | {"model.gradient_checkpointing"}
+)
+"""Keys that may change too, at the price of the last bits: the same sums in another order."""
+
+
+def lasting(recipe: Recipe) -> dict[str, Any]:
+    """The settings that stay the same for as long as a run goes on: leaf -> value."""
+    leaves = {key: value for key, _, value in changes({}, config.dump(recipe))}
+    moving = FREE | ROUNDING | {"run.cycles"}
+    return {key: value for key, value in leaves.items() if key not in moving and not key.startswith("distributed.")}
+
+
+def chosen(run: RunFolder, step: int | None) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, of boundary `step` or the newest whole one, and notes on those passed over."""
+    if step is None:
+        return checkpoint.newest_whole(run)
+    path = run.checkpoint(step)
+    problem = checkpoint.damage(path)
+    if problem is not None:
+        raise PastError(f"{path} cannot be resumed from: {problem}")
+    later = [number for number in run.steps() if number > step]
+    kept = f"the checkpoints after boundary {step} are set aside as later-checkpoint-*, their records are dropped"
+    return path, [kept] if later else []
+
+
+def continued(run: RunFolder, state: Mapping[str, Any], recipe: Recipe, identity: Mapping[str, Any]) -> list[str]:
+    """What a person should know of the changes since the checkpoint with this state; another run is refused."""
+    refused: list[str] = []
+    notes: list[str] = []
+    places, done = config.places(recipe), state["next_cycle"]
+    for key, old, new in changes(state.get("identity"), identity):
+        name = key.removeprefix("recipe.")
+        if name in config.former(recipe):
+            continue
+        told = f"{key}: {old!r} -> {new!r}"
+        if name in places and all(isinstance(value, str) for value in (old, new)):
+            notes.append(f"{name} is {new} now, not {old}; what is read there is the same")
+        elif name == key or name not in FREE | ROUNDING | {"run.cycles"}:
+            refused.append(told)
+        elif name == "run.cycles":
+            problem = _other_length(recipe, new, done)
+            refused += [f"{told} ({problem})"] if problem else []
+            notes.append(f"going on to {new} cycles instead of {old}")
+        elif name in ROUNDING:
+            notes.append(f"{name} is {new} now, not {old}: the same sums in another order, so the last bits may differ")
+    if refused:
+        raise PastError(_another(run, refused))
+    late = sorted(s for s in evaluation_steps(recipe) if s < done and not run.evaluations.path(s).exists())
+    if late:
+        notes.append(f"not evaluated after {', '.join(map(str, late))} cycles: the run is past that")
+    return notes
+
+
+def _another(run: RunFolder, refused: list[str]) -> str:
+    lines = "\n".join(f"  {line}" for line in refused)
+    back = ""
+    if any(line.startswith("recipe.") for line in refused) and run.exists():
+        command = [*life.program(), "train", str(run), "--resume"]
+        back = f"\nAs it was started, it goes on with: {shlex.join(command)}"
+    return f"{run} was started with another setup; to continue it, restore what it had:\n{lines}{back}"
+
+
+def _other_length(recipe: Recipe, new: int, done: int) -> str:
+    """Why a run cannot go on to another number of cycles; empty where it can."""
+    if new < done:
+        return f"{done} cycles are done already; take {done} or more"
+    falling = [f"learner.{role}.schedule = '{section.schedule}'" for role, section in _falling(recipe)]
+    if falling:
+        return (
+            f"{' and '.join(falling)} ends at run.cycles, so with {new} cycles every step would have had another "
+            "learning rate; start it anew in another folder (--out)"
+        )
+    return ""
+
+
+def _falling(recipe: Recipe) -> list[tuple[str, config.OptimizerSection]]:
+    both = (("student", recipe.learner.student), ("teacher", recipe.learner.teacher))
+    return [(role, section) for role, section in both if section.schedule != "constant"]
+
+
+def changes(saved: Any, current: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    """Leaves that differ: key, saved value, current value."""
+    if isinstance(saved, dict) and isinstance(current, dict):
+        keys = list(dict.fromkeys([*saved, *current]))
+        inner = ((key, saved.get(key), current.get(key)) for key in keys)
+        return [leaf for key, a, b in inner for leaf in changes(a, b, f"{path}.{key}" if path else key)]
+    return [] if saved == current else [(path, saved, current)]
+
+
+def differences(saved: Any, current: Any) -> list[str]:
+    """Leaves that differ, as 'key: saved -> current'."""
+    return [f"{key}: {a!r} -> {b!r}" for key, a, b in changes(saved, current)]

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, GPTNeoXConfig, LlamaConfig
+
+import past_opsd.policy.attention
+from past_opsd.core.config import ModelSection
+from past_opsd.core.nouns import View
+from past_opsd.policy import packing
+from past_opsd.policy.model import Network
+
+PROMPT = (5, 6, 7)
+PATHS = [
+    (View("teacher", PROMPT), (1, 2, 3)),
+    (View("teacher", PROMPT), (7,)),
+    (View("teacher", PROMPT), (2, 2, 2, 2)),
+    (View("teacher", (9, 8)), (4,)),
+]
+# Three prompts that begin alike: the first is the whole beginning, the others go on.
+BRANCHES = [
+    (View("student", (5, 6)), (1, 2, 3)),
+    (View("student", (5, 6, 7, 8)), (1, 2)),
+    (View("student", (5, 6, 9)), (4,)),
+]
+
+
+def test_plain_rows_read_the_prompt_and_all_but_the_last_token():
+    packed = packing.plain(PATHS)
+    assert packed.ids.tolist()[0] == [5, 6, 7, 1, 2, 0]
+    assert packed.mask.tolist()[3] == [1, 1, 0, 0, 0, 0]
+    assert packed.index.tolist() == [2, 3, 4, 8, 14, 15, 16, 17, 19]
+
+
+def test_a_shared_row_holds_its_prompt_once_and_positions_start_again():
+    packed = packing.shared(PATHS, [3, 1])
+    assert packed.ids.tolist() == [[5, 6, 7, 1, 2, 2, 2, 2], [9, 8, 0, 0, 0, 0, 0, 0]]
+    assert packed.positions.tolist()[0] == [0, 1, 2, 3, 4, 3, 4, 5]
+    # first tokens are all predicted by the prompt's last position
+    assert packed.index.tolist() == [2, 3, 4, 2, 2, 5, 6, 7, 9]
+    assert packed.segments == [(3, [2, 0, 3]), (2, [0])]
+
+
+def test_prompts_that_begin_alike_go_on_from_there():
+    packed = packing.shared(BRANCHES, [3])
+    assert packed.ids.tolist() == [[5, 6, 1, 2, 7, 8, 1, 9]]
+    assert packed.positions.tolist() == [[0, 1, 2, 3, 2, 3, 4, 2]]
+    assert packed.index.tolist() == [1, 2, 3, 5, 6, 7]
+    assert packed.segments == [(2, [2, 3, 1])]
+
+
+def test_a_path_sees_what_is_common_and_itself_and_nothing_else():
+    seen = [row.nonzero().flatten().tolist() for row in packing.dense([(3, [2, 0, 3])], 8)[0, 0]]
+    assert seen[:3] == [[0], [0, 1], [0, 1, 2]]
+    assert seen[3:5] == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert seen[5:] == [[0, 1, 2, 5], [0, 1, 2, 5, 6], [0, 1, 2, 5, 6, 7]]
+
+
+def test_padding_sees_something_so_that_no_row_is_empty():
+    mask = packing.dense([(3, [2, 0, 3]), (2, [0])], 8)
+    assert bool(mask.any(-1).all())
+    assert not bool(mask[1, 0, :2, 2:].any()), "a prompt must not see the padding"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"), [([(1, 2, 3), (1, 2, 4)], 2), ([(1, 2), (1, 2, 4)], 2), ([(1,), (2,)], 0), ([(1, 2)], 2)]
+)
+def test_how_far_prompts_are_the_same(prompts: list[tuple[int, ...]], expected: int):
+    assert packing.common_prefix(prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "length", "expected"),
+    [(1024, 8, 256, True), (1024, 1, 256, False), (40, 8, 20, False), (300, 8, 4000, False)],
+)
+def test_sharing_is_used_where_it_pays(prompt: int, count: int, length: int, expected: bool):
+    paths = [(View("teacher", (1,) * prompt), (2,) * length)] * count
+    assert packing.pays(paths) is expected
+
+
+def test_row_length_counts_what_is_read():
+    assert packing.row_length(PATHS[:3]) == packing.shared(PATHS[:3], [3]).ids.shape[1]
+    assert packing.row_length(BRANCHES) == packing.shared(BRANCHES, [3]).ids.shape[1]
+    assert packing.row_length(PATHS[:1]) == packing.plain(PATHS[:1]).ids.shape[1]
+
+
+ARCHITECTURES = {
+    "llama": lambda: LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4),
+    "gpt2": lambda: GPT2Config(n_embd=32, n_layer=2, n_head=4),
+    "neox": lambda: GPTNeoXConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4),
+    "gemma3": lambda: Gemma3TextConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8, sliding_window=8
+    ),
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_a_shared_row_is_exact_or_not_used(tmp_path: Path, name: str, attention: str, monkeypatch: pytest.MonkeyPatch):
+    by_parts, calls = past_opsd.policy.attention._shared, []
+    monkeypatch.setattr(past_opsd.policy.attention, "_shared", lambda *a: (calls.append(a[3]), by_parts(*a))[1])
+    torch.manual_seed(0)
+    made = ARCHITECTURES[name]()
+    made.vocab_size, made.tie_word_embeddings = 64, False
+    AutoModelForCausalLM.from_config(made).save_pretrained(tmp_path)
+    network = Network(ModelSection(path=str(tmp_path), attention=attention), str(tmp_path))
+    assert network.shares_prompts is (name != "gemma3")
+    generator = torch.Generator().manual_seed(1)
+    ids = [tuple(torch.randint(64, (n,), generator=generator).tolist()) for n in (40, 9, 14, 1, 30, 5)]
+    prompts = ids[0], ids[0], ids[0] + ids[5], ids[0], ids[5], ids[1], ids[2]
+    paths = [(View("base", x), y) for x, y in zip(prompts, [*ids[1:5], ids[1], ids[5], ids[4]], strict=True)]
+    calls.clear()
+    alone = network.states(paths)
+    together = network.states(paths, [4, 1, 2]) if network.shares_prompts else alone
+    # The dense mask would give the same; where torch's attention is used, only the parts are computed.
+    parts = [(40, [8, 13, 5, 29]), (5, [8]), (0, [13, 43])]
+    assert calls == ([parts] * 2 if attention == "sdpa" and name != "gemma3" else [])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("heights", [None, [1, 2, 1, 3, 1, 1]])
+def test_batches_respect_the_budget_in_order_of_width(heights: list[int] | None):
+    widths = [7, 3, 40, 2, 3, 9]
+    made = list(packing.batches(widths, 30, heights))
+    assert sorted(i for batch in made for i in batch) == list(range(len(widths)))
+    assert [widths[i] for batch in made for i in batch] == sorted(widths)
+    for batch in made:
+        rows = len(batch) if heights is None else sum(heights[i] for i in batch)
+        assert len(batch) == 1 or max(widths[i] for i in batch) * rows <= 30
+    assert list(packing.batches([], 30)) == []

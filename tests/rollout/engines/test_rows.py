@@ -1,0 +1,126 @@
+"""Sequences leave and enter while others decode: on every kind of network each sample stays what it is alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from policy.test_model import ARCHITECTURES, SHAPE, folder_of, section_of
+from rollout.engines.parts import move, publish
+
+from past_opsd.core.config import Sampling
+from past_opsd.core.nouns import PastError, View, derive_seed
+from past_opsd.policy.model import Model
+from past_opsd.rollout.engines import Request, _lean, _rows
+from past_opsd.rollout.engines.torch import Options, build
+
+HOT = Sampling(max_new_tokens=16, temperature=1.5)
+WINDOWED = {"windowed": ("MistralConfig", SHAPE | {"sliding_window": 6}, set())}
+
+
+def network(path: Path, name: str) -> Model:
+    config, shape, _ = (ARCHITECTURES | WINDOWED)[name]
+    model = Model(section_of(folder_of(path / name, config, shape)), seed=3)
+    move(model, "student", 0.2)
+    return model
+
+
+def ragged(count: int, common: int = 0) -> list[Request]:
+    """Prompts of many lengths after a common beginning; every third is asked twice."""
+    stem = tuple(3 + i % 17 for i in range(common))
+    prompts = [stem + tuple(4 + (7 * i + j) % 30 for j in range(3 + i % 9)) for i in range(count)]
+    prompts = [p for i, p in enumerate(prompts) for _ in range(2 if i % 3 == 0 else 1)]
+    return [Request(View("student", p), derive_seed("ragged", i)) for i, p in enumerate(prompts)]
+
+
+def check(model: Model, requests: list[Request], batch: int, sampling: Sampling = HOT) -> list[int]:
+    """Each response is the one it would be alone, and its log-probabilities are the trainer's."""
+    engine = publish(build(Options(batch=batch), model), model)
+    lengths = []
+    responses = engine.sample(requests, sampling, model.versions)
+    for request, response in zip(requests, responses, strict=True):
+        assert engine.sample([request], sampling, model.versions)[0].tokens == response.tokens
+        with torch.no_grad():
+            logits = model.hidden([(request.view, response.tokens)]) @ model.head.T
+            logits = logits if model.head_bias is None else logits + model.head_bias
+        logp = (logits / sampling.temperature).log_softmax(-1)
+        own = logp.gather(1, torch.tensor(response.tokens)[:, None]).squeeze(1)
+        np.testing.assert_allclose(response.logprobs, own, atol=1e-4)
+        lengths.append(len(response.tokens))
+    return lengths
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *WINDOWED])
+def test_every_architecture_decodes_in_changing_company(name: str, tmp_path: Path):
+    lengths = check(network(tmp_path, name), ragged(9), batch=4)
+    assert len(set(lengths)) > 3  # some leave early
+
+
+def test_a_prompt_that_is_the_beginning_of_the_others_keeps_a_token_of_its_own(tmp_path: Path):
+    requests = ragged(3, common=40)
+    stem = Request(View("student", requests[0].view.prompt[:40]), derive_seed("stem"))
+    check(network(tmp_path, "llama"), [*requests, stem], batch=8)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "windowed"])
+def test_a_beginning_that_all_prompts_share_is_read_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, requests, read = network(tmp_path, name), ragged(6, common=33), []
+    forward = _rows.Rows._forward
+
+    def counted(self: Any, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        read.append(ids.numel())
+        return forward(self, ids, *rest)
+
+    monkeypatch.setattr(_rows.Rows, "_forward", counted)
+    publish(build(Options(batch=8), model), model).sample(requests, HOT, model.versions)
+    once = name != "windowed"  # a window of six could not see across the padding between
+    assert (33 in read) == once
+    assert max(read) < 8 * 33 or not once
+    check(model, requests, batch=8)
+
+
+def test_the_buffers_move_and_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, done = network(tmp_path, "llama"), []
+    monkeypatch.setattr(_rows, "GROWTH", 6)
+    for name in ("_resize", "_make_room"):
+        original = getattr(_rows.Rows, name)
+        monkeypatch.setattr(_rows.Rows, name, lambda *a, f=original, n=name: (done.append(n), f(*a))[1])
+    check(model, ragged(12), batch=3, sampling=Sampling(max_new_tokens=40, temperature=1.5))
+    steps = list(pairwise(done))
+    assert ("_make_room", "_resize") in steps  # grew
+    assert ("_make_room", "_make_room") in steps  # moved
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_the_lean_step_is_the_networks_own(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, requests = network(tmp_path, name), ragged(8)
+    assert _lean.Lean.applies(model)
+    engine = publish(build(Options(batch=4), model), model)
+    lean = engine.sample(requests, HOT, model.versions)
+    monkeypatch.setattr(_lean.Lean, "applies", lambda model: False)
+    plain = engine.sample(requests, HOT, model.versions)
+    assert [r.tokens for r in lean] == [r.tokens for r in plain]
+    for a, b in zip(lean, plain, strict=True):
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["windowed", "gemma", "gpt2"])
+def test_other_networks_run_their_own_forward(name: str, tmp_path: Path):
+    assert not _lean.Lean.applies(network(tmp_path, name))
+
+
+def test_weights_with_the_adapter_beside_them_run_their_own_forward(tmp_path: Path):
+    config, shape, _ = ARCHITECTURES["llama"]
+    model = Model(section_of(folder_of(tmp_path / "m", config, shape), dtype="bfloat16"), seed=3)
+    assert not _lean.Lean.applies(model)
+
+
+def test_a_recurrent_network_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = network(tmp_path, "llama")
+    monkeypatch.setattr(model.network, "_is_stateful", True)
+    with pytest.raises(PastError, match=r"a recurrent state\. Use engine.name = 'vllm'"):
+        build(Options(), model)

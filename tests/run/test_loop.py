@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from past_opsd.core.nouns import Group, PastError
+from past_opsd.rollout.engines import Request
+from past_opsd.run.train import Session, session
+
+
+def test_a_cycle_takes_one_step_per_phase_and_publishes_both(past: Session):
+    past.loop.cycle(0)
+    assert past.learner.steps == {"student": 1, "teacher": 1}
+    assert past.model.versions == {"base": 0, "student": 1, "teacher": 1}
+    attempts = past.loop.attempts(1, past.loop.take(1))
+    past.loop.lab.engine.sample([Request(attempts[0].view, 1)], past.recipe.rollout.student, past.model.versions)
+
+
+def test_an_epoch_visits_every_problem_once_and_follows_from_the_cycle_alone(past: Session):
+    size, n = past.recipe.rollout.problems_per_cycle, len(past.loop.problems)
+    cycles = n // size
+    first = [p.id for k in range(cycles) for p in past.loop.take(k)]
+    second = [p.id for k in range(cycles, 2 * cycles) for p in past.loop.take(k)]
+    assert len(set(first)) == n
+    assert set(first) == set(second)
+    assert first != second
+    assert past.loop.take(3) == past.loop.take(3)
+
+
+def test_an_epoch_boundary_inside_a_cycle_loses_nothing(small_recipe):
+    with session(small_recipe("embedded/past", "task.train_problems=10", "rollout.problems_per_cycle=4")) as parts:
+        ids = [p.id for k in range(5) for p in parts.loop.take(k)]
+        assert sorted(ids[:10]) == sorted(ids[10:])
+        assert len(set(ids)) == 10
+
+
+def test_a_problem_that_comes_twice_in_a_cycle_is_sampled_anew(small_recipe):
+    settings = ["task.train_problems=4", "rollout.problems_per_cycle=3", "rollout.samples_per_problem=4"]
+    with session(small_recipe("embedded/past", *settings)) as parts:
+        k = next(k for k in range(20) if len({p.id for p in parts.loop.take(k)}) < 3)
+        attempts = parts.loop.attempts(k, parts.loop.take(k))
+        twice = next(p for p in parts.loop.take(k) if parts.loop.take(k).count(p) == 2)
+        texts = [a.response.text for a in attempts if a.problem == twice]
+        assert len(texts) == 8
+        assert texts[:4] != texts[4:]
+
+
+def test_room_for_continuations_is_kept_only_where_they_are_drawn(small_recipe):
+    """Else failures with long prompts would be dropped and successes kept."""
+    for method, explores in (("past", True), ("opsd", False)):
+        with session(small_recipe(f"embedded/{method}", "rollout.teacher.max_new_tokens=250")) as parts:
+            cycle = parts.loop.cycle(0)
+            assert parts.loop.method.explores == explores
+            assert bool(cycle.batch.failed) != explores
+
+
+def test_solutions_that_do_not_fit_are_dropped_and_counted(small_recipe):
+    with session(small_recipe("embedded/sft", "model.max_context=21")) as parts:
+        cycles = [parts.loop.cycle(k) for k in range(2)]
+        kept = [p for c in cycles for p in c.batch.problems]
+        assert 0 < len(kept) < 12
+        assert sum(c.dropped for c in cycles) == 12 - len(kept)
+        assert all(parts.loop.method.room(p) <= 21 for p in kept)
+
+
+def test_what_was_sampled_is_what_is_scored(past: Session):
+    """Ids are never re-tokenised: the terms hold the sampled ids, even where the text would tokenise otherwise."""
+    cycle = past.loop.cycle(0)
+    sampled = {a.response.tokens for a in cycle.batch.attempts}
+    assert {t.tokens for t in past.loop.method.student_terms(cycle.batch)} == sampled
+    eos = past.model.tokenizer.eos_token_id
+    assert all(tokens[-1] == eos for tokens in sampled if eos in tokens)
+
+
+def test_the_student_reads_the_problem_alone(past: Session):
+    cycle = past.loop.cycle(0)
+    for term in past.loop.method.student_terms(cycle.batch):
+        text = past.model.tokenizer.decode(term.live.prompt)
+        assert "Reference" not in text
+        assert "Attempt" not in text
+
+
+def test_teacher_continuations_are_not_student_paths(past: Session):
+    cycle = past.loop.cycle(0)
+    own = {a.response.tokens for a in cycle.batch.attempts}
+    drawn = {c.response.tokens for g in cycle.groups for c in g.continuations} - own
+    assert drawn
+    assert not drawn & {t.tokens for t in past.loop.method.student_terms(cycle.batch)}
+
+
+def test_what_does_not_fit_is_dropped_and_counted(small_recipe):
+    with session(small_recipe("embedded/past", "model.max_context=80")) as parts:
+        cycle = parts.loop.cycle(0)
+        limit = parts.model.max_context
+        assert limit == 80
+        assert cycle.dropped > 0
+        assert cycle.dropped + len(cycle.batch.attempts) == parts.recipe.rollout.problems_per_cycle
+        for a in cycle.batch.attempts:
+            assert len(parts.loop.method.teacher_view(a).prompt) + len(a.response.tokens) <= limit
+
+
+def test_a_cycle_with_nothing_left_takes_no_step(small_recipe):
+    with session(small_recipe("embedded/past", "model.max_context=40")) as parts:
+        assert parts.loop.attempts(0, parts.loop.take(0)) == []
+        cycle = parts.loop.cycle(0)
+        assert cycle.dropped == parts.recipe.rollout.problems_per_cycle
+        assert parts.learner.steps == {"student": 0, "teacher": 0}
+
+
+def test_repeated_failures_of_one_problem_draw_their_own_continuations(small_recipe):
+    recipe = small_recipe("embedded/past", "rollout.samples_per_problem=8", "rollout.problems_per_cycle=1")
+    with session(recipe) as parts:
+        attempts = [a for k in range(3) for a in parts.loop.attempts(k, parts.loop.take(k))]
+        failed = [a for a in attempts if not a.verdict.correct and a.problem == attempts[0].problem]
+        failed = [failed[0], failed[0]]
+        one, two = parts.loop._draw(0, failed)([(0, 0), (1, 0)])
+        again = parts.loop._draw(0, failed)([(0, 0), (0, 1), (1, 0)])
+        # The same draws in another batch: the same tokens; log-probabilities are sums in another order.
+        assert [again[0].response.tokens, again[2].response.tokens] == [one.response.tokens, two.response.tokens]
+        texts = [c.response.text for c in parts.loop._draw(0, failed)([(i, j) for i in (0, 1) for j in range(8)])]
+        assert texts[:8] != texts[8:]
+
+
+def rendered(parts: Session, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each prompt was rendered in cycle 0."""
+    texts: Counter[str] = Counter()
+    real = parts.model.tokenizer.apply_chat_template
+
+    def counting(*args, **kwargs):
+        texts[text := real(*args, **kwargs)] += 1
+        return text
+
+    monkeypatch.setattr(parts.model.tokenizer, "apply_chat_template", counting)
+    parts.loop.cycle(0)
+    return texts
+
+
+def test_eight_attempts_take_sixteen_renders(small_recipe, monkeypatch: pytest.MonkeyPatch):
+    with session(small_recipe("embedded/past", "rollout.problems_per_cycle=8")) as parts:
+        assert rendered(parts, monkeypatch).total() == 16
+
+
+@pytest.mark.parametrize("name", ["opsd", "sft", "h2sd"])
+def test_no_prompt_is_rendered_twice_in_a_cycle(small_recipe, monkeypatch: pytest.MonkeyPatch, name: str):
+    samples = "rollout.samples_per_problem=1" if name == "sft" else "rollout.samples_per_problem=3"
+    with session(small_recipe(f"embedded/{name}", samples)) as parts:
+        texts = rendered(parts, monkeypatch)
+        assert set(texts.values()) == {1}
+        again = parts.loop.prompts.student(parts.loop.problems[0])
+        assert again == parts.loop.prompts.student(parts.loop.problems[0])
+        assert texts.total() > len(texts), "what a cycle rendered is forgotten at its end"
+
+
+def test_a_method_that_explores_some_failures_alone_is_refused(past: Session, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(past.loop.method, "explore", lambda failed, draw: [Group(a, ()) for a in failed[1:]])
+    with pytest.raises(PastError, match="a Group for every failed attempt, in order, or none"):
+        past.loop.cycle(0)

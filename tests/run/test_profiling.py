@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Quiet
+
+from past_opsd.run.folder import RunFolder
+from past_opsd.run.profiling import Clock, totals, verdict
+from past_opsd.run.train import train
+
+
+def test_a_span_inside_a_phase_is_charged_to_itself_alone():
+    clock = Clock()
+    clock.phase("rollout")
+    time.sleep(0.02)
+    with clock.span("verify"):
+        time.sleep(0.05)
+    clock.phase("adapt")
+    clock.stop()
+    seconds = clock.seconds(0)
+    assert 0.05 <= seconds["verify"] < 0.2
+    assert 0.02 <= seconds["rollout"] < 0.045
+    assert [e[0] for e in clock.events] == ["rollout", "verify", "rollout", "adapt"]
+
+
+def test_cycles_are_kept_apart():
+    clock = Clock()
+    for k in range(2):
+        clock.cycle = k
+        clock.phase("rollout")
+        time.sleep(0.01 * (k + 1))
+        clock.stop()
+    assert clock.seconds(0)["rollout"] < clock.seconds(1)["rollout"]
+
+
+def test_the_verdict_names_the_dominant_phase_first():
+    lines = [{"cycle": k, "rollout": 1.0, "distill": 3.0, "publish": 0.001, "peak_mib": 900.0} for k in range(2)]
+    assert totals(lines) == {"rollout": 2.0, "distill": 6.0, "publish": 0.002}
+    assert verdict(lines) == "8.0 s in cycles: distill 75 %, rollout 25 %"
+    assert verdict([]) == ""
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory, small_recipe) -> Path:
+    folder = tmp_path_factory.mktemp("profiled") / "run"
+    train(small_recipe(), folder, False, Quiet(), profile=True)
+    return folder
+
+
+def test_a_profiled_run_leaves_a_breakdown_and_traces(profiled: Path):
+    folder = profiled / "profile"
+    phases = json.loads((folder / "phases.json").read_text())
+    assert set(phases) == {"rollout", "verify", "draw", "adapt", "distill", "publish", "evaluate", "checkpoint"}
+    assert sum(p["share"] for p in phases.values()) == pytest.approx(1, abs=1e-3)
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {e["args"]["cycle"] for e in events} == {0, 1, 2}
+    ends = [e["ts"] + e["dur"] for e in events]
+    assert all(a <= b["ts"] + 1 for a, b in zip(ends, events[1:], strict=False)), "phases overlap on the time line"
+    operations = json.loads(gzip.decompress((folder / "operations-00001.json.gz").read_bytes()))
+    assert any("mm" in str(e.get("name")) for e in operations["traceEvents"])
+
+
+def test_profiling_changes_nothing_but_its_own_folder(profiled: Path, tmp_path: Path, small_recipe, quiet: Quiet):
+    plain = tmp_path / "plain"
+    train(small_recipe(), plain, False, quiet)
+    assert (plain / "metrics.jsonl").read_bytes() == (profiled / "metrics.jsonl").read_bytes()
+    assert not (plain / "profile").exists()
+    assert set(RunFolder(plain).read_timings()[0]) >= {"rollout", "verify", "adapt", "distill"}
