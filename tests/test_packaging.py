@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -111,3 +112,17 @@ def test_images_copy_files_that_are_there_and_install_extras_that_exist():
 def test_no_module_shadows_the_standard_library():
     """A file of the package run directly would import it in the place of Python's own."""
     assert not [path for path in PACKAGE.rglob("*.py") if path.stem in sys.stdlib_module_names]
+
+
+def test_the_names_for_scripts_are_there_and_cost_nothing_before_they_are_used():
+    assert sorted(name for names in past_opsd._PLACES.values() for name in names) == past_opsd.__all__
+    assert all(name in past_opsd.__doc__ and getattr(past_opsd, name).__doc__ for name in past_opsd.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        past_opsd.nothing  # noqa: B018
+    code = "import sys, past_opsd; past_opsd.load; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_package_opens_on_a_dozen_entries():
+    entries = [path.name for path in PACKAGE.iterdir() if path.name not in ("__init__.py", "__pycache__")]
+    assert len(entries) <= 12, entries

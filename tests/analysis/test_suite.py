@@ -87,7 +87,7 @@ def test_a_finished_suite_runs_nothing_again(compared: Path):
 
 
 def test_after_a_kill_the_suite_ends_with_the_same_table(compared: Path, tmp_path: Path):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     process = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], env=environment, start_new_session=True)
     first = suite.run_folder(tmp_path, "embedded/past", 17) / "metrics.jsonl"
     deadline = time.monotonic() + 200

@@ -1,4 +1,4 @@
-"""PAST for scripts written for TRL: `from past_opsd.interface.trl import PASTTrainer, PASTConfig`.
+"""PAST for scripts written for TRL: `from past_opsd import PASTTrainer, PASTConfig`.
 
 A thin shell: the configuration becomes a recipe, the dataset becomes files in `output_dir/data`, the reward function
 becomes the verifier, and the same loop runs. So everything else works on the folder: `past report`, `past probe`,
