@@ -83,7 +83,7 @@ def test_the_torch_engine_puts_a_sharded_base_together_and_servers_do_not():
 
 def test_the_table_of_the_docs_is_what_the_command_prints(capsys: pytest.CaptureFixture[str], monkeypatch):
     text = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^    python -m past_opsd\.estimate (.*)$", text, re.MULTILINE)
+    commands = re.findall(r"^    python -m past_opsd\.policy\.estimate (.*)$", text, re.MULTILINE)
     assert commands
     for command in commands:
         monkeypatch.setattr("sys.argv", ["estimate", *command.split()])
