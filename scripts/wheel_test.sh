@@ -44,7 +44,7 @@ test -s report.html
 
 past watch runs/demo >url &
 watch=$!
-for _ in $(seq 100); do [ -s url ] && break; sleep 0.3; done
+while [ ! -s url ] && kill -0 "$watch"; do sleep 0.3; done
 python -c 'import sys, urllib.request as r; print("past watch:", len(r.urlopen(sys.argv[1]).read()), "bytes")' \
     "$(cut -d' ' -f1 url)"
 echo "the wheel works"
