@@ -4,18 +4,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-portable test-vllm wheel-test triton chaos docs check format bench clean
+.PHONY: demo test test-slow test-portable test-vllm wheel-test triton chaos docs check format bench clean
 
 demo: $(READY)
 	$(BIN)/past demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
+
+# What takes longest: whole commands in processes of their own, every kill of a matrix, Triton's interpreter where it is there.
+test-slow: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 # The numeric tests as on a processor without wide vectors: torch, MKL and oneDNN take other kernels, which round otherwise.
 test-portable: $(READY)
 	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 \
-	  $(BIN)/python -m pytest -n 2 --dist worksteal -m numeric
+	  $(BIN)/python -m pytest -n 2 --dist worksteal -m 'numeric and not slow'
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -70,11 +74,11 @@ test-vllm: $(VENV)-vllm/.ready
 wheel-test:
 	PYTHON=$(PYTHON) scripts/wheel_test.sh
 
-# With Triton there, `make test` runs the loss's GPU kernel too, in Triton's interpreter.
+# With Triton there, `make test-slow` runs the loss's GPU kernel too, in Triton's interpreter.
 triton: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt triton
 
-# Kills, full disks, dead workers: every one that a short run can meet. `make test` has a short form of it.
+# Kills, full disks, dead workers: every one that a short run can meet. `make test-slow` has a short form of it.
 chaos: $(READY)
 	$(BIN)/python scripts/chaos.py
 

@@ -153,6 +153,7 @@ def test_estimates_find_the_truth_of_a_finite_world():
         assert found[name]["estimate"] == pytest.approx(truth[name], abs=tolerance), name
 
 
+@pytest.mark.slow
 def test_intervals_cover_the_population(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shift_estimates, "RESAMPLES", 1000)
     rng = np.random.default_rng(23)
@@ -260,6 +261,7 @@ def exact(opened: Boundary) -> Exact:
     return enumerated(opened, max(seen, key=lambda s: s.split.privileged).prefix)
 
 
+@pytest.mark.slow
 def test_drawn_completions_give_the_exact_decomposition_and_value(opened: Boundary, exact: Exact):
     M = 600
     truth = theory.decompose(exact.q, exact.p, exact.probabilities)

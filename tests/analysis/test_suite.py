@@ -86,6 +86,7 @@ def test_a_finished_suite_runs_nothing_again(compared: Path):
     assert told == []
 
 
+@pytest.mark.slow
 def test_after_a_kill_the_suite_ends_with_the_same_table(compared: Path, tmp_path: Path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     process = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], env=environment, start_new_session=True)

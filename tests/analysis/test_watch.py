@@ -100,6 +100,7 @@ class Gate(Quiet):
             assert self.let_on[cycle].wait(120)
 
 
+@pytest.mark.slow
 def test_a_training_is_followed_from_before_its_start_to_its_end(tmp_path: Path, small_recipe):
     folder = tmp_path / "runs" / "run"
     gate = Gate()
@@ -320,6 +321,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_the_command_prints_its_address_and_ends_with_ctrl_c(finished: Path, capfd: pytest.CaptureFixture[str]):
     from past_opsd.interface.cli import main
 
@@ -366,6 +368,7 @@ def wait(condition: Callable[[], bool], shown: Any) -> None:
     raise AssertionError(f"the page did not follow: {shown.locator('body').inner_text()}")
 
 
+@pytest.mark.slow
 def test_a_page_follows_its_run_by_itself_and_keeps_what_the_reader_did(finished: Path, tmp_path: Path, chromium: Any):
     folder = tmp_path / "run"
     with running(serve([folder], every=0.2)) as server:

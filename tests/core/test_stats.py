@@ -430,6 +430,7 @@ def test_sample_intervals_cover_the_given_problems(k):
     assert hits <= scipy.stats.binom.ppf(1 - 1e-4, trials, min(1, nominal + 0.02))
 
 
+@pytest.mark.slow
 def test_problem_intervals_cover_new_problems_and_sample_intervals_do_not():
     trials = 300
     hits = covered("problem", 6, new_problems=True, trials=trials, seed=7)

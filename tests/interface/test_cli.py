@@ -98,6 +98,7 @@ def test_eval_of_a_missing_adapter_is_told(capsys, tmp_path: Path):
     assert f"name one of its checkpoints, e.g. {tmp_path}/checkpoints/checkpoint-00002" in err
 
 
+@pytest.mark.slow
 def test_demo_prints_the_table_and_repeats_digit_for_digit(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     arguments = ["demo", "--out", tmp_path / "demo", "--seeds", "17", *SETS, "--set", "run.cycles=1"]
     arguments += ["--set", "evaluation.at=[0.0, 1.0]"]

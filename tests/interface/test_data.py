@@ -193,6 +193,7 @@ def test_names_of_held_out_sources():
     assert data.named("data/e.jsonl") == ("e", "data/e.jsonl")
 
 
+@pytest.mark.slow
 def test_real_files(capsys: pytest.CaptureFixture[str], shared: Path):
     folder = shared / "data"
     test, aime = folder / "train" / "gsm8k_test.jsonl", folder / "eval" / "aime24.jsonl"

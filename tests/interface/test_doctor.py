@@ -46,6 +46,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_offline")
 def test_dry_needs_no_weights_and_says_what_it_could_not_check(capsys):
     code, out = lines(capsys, "paper/past", "--dry", "--repeats", "3")
@@ -57,6 +58,7 @@ def test_dry_needs_no_weights_and_says_what_it_could_not_check(capsys):
     assert "38,912 new tokens" in out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_offline")
 def test_advice_where_it_will_not_fit(capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor.estimate, "available", lambda device: 4 << 30)
@@ -108,6 +110,7 @@ def test_a_wrong_gradient_is_found(perturbed, monkeypatch: pytest.MonkeyPatch):
     assert (loss.passed, gradient.passed) == (2, 0)
 
 
+@pytest.mark.slow
 def test_a_resume_that_is_not_exact_is_found(monkeypatch: pytest.MonkeyPatch):
     recipe = config.load("embedded/past")
     row = doctor.runs(recipe, 1, doctor.Watch())[2]

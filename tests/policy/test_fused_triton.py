@@ -37,6 +37,8 @@ from past_opsd.core.nouns import PastError
 from past_opsd.policy import fused
 from past_opsd.policy.fused import Job, Result
 
+pytestmark = pytest.mark.slow
+
 T, V, H = 3, 37, 8
 BLOCK = 32  # two blocks a row, the second one short
 ADVANTAGE = torch.tensor([-0.9, 0.0, 0.8])

@@ -35,6 +35,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
 def test_a_run_survives_what_a_machine_can_do_to_it():
     command = [sys.executable, ROOT / "scripts" / "chaos.py", "--short"]

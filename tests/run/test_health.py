@@ -72,6 +72,7 @@ def test_empty_responses_are_told(tmp_path: Path, small_recipe, monkeypatch: pyt
     assert "'past inspect'" in after
 
 
+@pytest.mark.slow
 def test_the_doctor_tells_them_too(small_recipe):
     with doctor.Watch() as watch:
         rows = doctor.runs(small_recipe("embedded/past", *RAISES), 1, watch)

@@ -76,9 +76,12 @@ def fingerprint(folder: Path, step: int = 3) -> dict[str, bytes]:
 
 PHASES = ["rollout", "draw", "adapt", "distill", "publish", "recorded"]
 POINTS = [(2, p) for p in PHASES] + [(1, "distill"), (2, "evaluate"), (1, "checkpoint"), (1, "checkpointed")]
+ALWAYS = [(2, "draw"), (2, "distill"), (1, "checkpoint")]
 
 
-@pytest.mark.parametrize(("cycle", "phase"), POINTS)
+@pytest.mark.parametrize(
+    ("cycle", "phase"), [pytest.param(*p, marks=[] if p in ALWAYS else [pytest.mark.slow]) for p in POINTS]
+)
 def test_sigkill_and_resume_give_the_bits_of_an_unbroken_run(
     unbroken: Path, tmp_path: Path, small_recipe, quiet: Quiet, launch: Launcher, cycle: int, phase: str
 ):
@@ -134,6 +137,7 @@ def test_resuming_with_another_setup_is_refused_with_the_difference(
     assert expected in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_run_can_be_extended_to_what_a_longer_one_would_be(
     unbroken: Path, tmp_path: Path, small_recipe, quiet: Quiet
 ):
@@ -292,6 +296,7 @@ def test_a_second_trainer_of_a_folder_is_refused(tmp_path: Path, unbroken: Path,
     assert not (folder / ".lock").exists()
 
 
+@pytest.mark.slow
 def test_a_run_is_looked_at_while_it_trains(tmp_path: Path, small_recipe):
     from past_opsd.analysis import report
     from past_opsd.analysis.report.data import find

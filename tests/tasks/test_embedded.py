@@ -316,6 +316,7 @@ def test_labels_are_the_answer_with_its_end(script, tokenizer):
         assert torch.equal(row[kept != -100], kept[kept != -100])
 
 
+@pytest.mark.slow
 def test_the_script_gives_the_same_weights_again(script, tmp_path):
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     size = ["--steps", "3", "--batch", "8", "--problems", "2"]
@@ -346,6 +347,7 @@ def test_the_architecture(model, tokenizer):
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
+@pytest.mark.slow
 def test_the_model_does_what_its_card_says(script, model, tokenizer):
     card = (embedded.model_path() / "README.md").read_text()
     stated = {m[1]: float(m[2]) for m in re.finditer(r"^\| ([^|]+?) \| ([\d.]+) \|", card, re.MULTILINE)}

@@ -50,6 +50,7 @@ def test_contestants_without_trl_do_the_same_work():
     assert bench.contestant(bench.GEMMS[0])(problem) is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_memory_is_measured_in_a_fresh_process():
     """Dense logits of this shape are 32 MiB a copy; `fused` needs two of them, autograd several."""

@@ -24,6 +24,7 @@ def arguments(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+@pytest.mark.slow
 def test_prints_writes_and_draws(capsys, tmp_path, in_threads):
     words = "--batch 1 --prompt 6 --response 4 --vocabulary 64 --hidden 16 --budget 64 --factors 2 --repeats 1"
     out, plot = tmp_path / "new" / "points.json", tmp_path / "figure.svg"

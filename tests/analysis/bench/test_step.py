@@ -28,6 +28,7 @@ def plan(method: str) -> Plan:
     return Plan(f"embedded/{method}", (), 2, 1, 7, 1, False)
 
 
+@pytest.mark.slow
 def test_without_trl_our_side_and_where_to_get_it(capsys, monkeypatch, in_threads):
     monkeypatch.setattr(step, "has_trl", lambda: False)
     assert step.run(arguments(*SMALL)) == 0

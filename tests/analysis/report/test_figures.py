@@ -321,6 +321,7 @@ def test_labels_in_a_trade_off_do_not_cover_each_other():
     assert not [(i, j) for i, a in enumerate(boxes) for j, b in enumerate(boxes) if i < j and a.overlaps(b)]
 
 
+@pytest.mark.slow
 def test_svg_and_pdf_are_the_same_bytes_in_another_process(folder: Path, found: dict[str, Figure], tmp_path: Path):
     here = {p.name: p.read_bytes() for p in figures.save(found["adaptive-sampling"], tmp_path / "here")}
     inline = figures.svg(found["adaptive-sampling"].panels[0])
@@ -342,6 +343,7 @@ Path({str(tmp_path / "inline.svg")!r}).write_text(figures.svg(found[0].panels[0]
     assert "<dc:date" not in plain
 
 
+@pytest.mark.slow
 def test_figures_of_every_shape_can_be_saved(found: dict[str, Figure], tmp_path: Path):
     for name in ("cost", "past-method", "objective-tradeoffs"):
         assert all(path.stat().st_size > 1000 for path in figures.save(found[name], tmp_path)), name

@@ -99,6 +99,7 @@ def test_text_and_plain_numbers_need_no_process() -> None:
         assert ask(lazy, []) == []
 
 
+@pytest.mark.slow
 def test_the_default_limit_holds_with_the_kill_and_a_fresh_process() -> None:
     with BoxedMath(Options()) as fresh:
         began = time.monotonic()

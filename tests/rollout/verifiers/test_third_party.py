@@ -65,6 +65,7 @@ def test_benchmark_golds_can_be_read(verifier: BoxedMath, name: str) -> None:
     assert {verdict.reason for verdict in other} == {"wrong"}
 
 
+@pytest.mark.slow
 def test_adversarial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with BoxedMath(Options(timeout=2.0)) as verifier:
