@@ -64,9 +64,11 @@ def gather_paths(terms: Sequence[Term], reduction: Reduction) -> list[Path]:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Paths whose live forward is one row: a path alone, or several whose prompts have a prefix in common."""
+    """Paths whose live forward is one row: a path alone, or several that begin alike."""
 
     paths: Sequence[Path]
+    worth: int = 1
+    """Positions that a segment of a shared row must save."""
 
     @cached_property
     def live(self) -> list[packing.Read]:
@@ -87,7 +89,22 @@ class Bundle:
     @cached_property
     def width(self) -> int:
         """Tokens of the longest row, live or frozen."""
-        return max(map(packing.row_length, [self.live, *(row for rows in self.frozen.values() for row in rows)]))
+        return max(map(len, [self.tree, *self.frozen_trees]))
+
+    @cached_property
+    def tree(self) -> packing.Tree:
+        """What the row of the live forward holds."""
+        return packing.Tree(self.live, self.worth)
+
+    @cached_property
+    def frozen_trees(self) -> list[packing.Tree]:
+        """What the rows of the frozen forwards hold."""
+        return [packing.Tree(row, self.worth) for rows in self.frozen.values() for row in rows]
+
+    @property
+    def pays(self) -> bool:
+        """Whether the row saves more than its segments cost."""
+        return self.tree.saved >= self.worth * len(self.tree.segments)
 
     @cached_property
     def height(self) -> int:
@@ -95,37 +112,34 @@ class Bundle:
         return max([1, *map(len, self.frozen.values())])
 
 
-def bundle(paths: Sequence[Path], token_budget: int, merge: bool) -> list[Bundle]:
-    """Paths with a common prefix together where that pays; a row of several never exceeds the budget."""
-    if not merge:
+def bundle(paths: Sequence[Path], token_budget: int, worth: int | None) -> list[Bundle]:
+    """Paths that begin alike together where that pays; a row of several never exceeds the budget.
+
+    `worth` is `Model.worth`, or None where no row may be shared.
+    """
+    if worth is None:
         return [Bundle([path]) for path in paths]
     order = {id(path): i for i, path in enumerate(paths)}
-    groups: list[list[Path]] = []
-    prefix = 0
-    for path in sorted(paths, key=lambda p: p.live.prompt):
-        # They are sorted, so all of a group begin with what its first and its last begin with.
-        also = packing.common_prefix([groups[-1][0].live.prompt, path.live.prompt]) if groups else 0
-        if also >= packing.WORTH and also * len(groups[-1]) > prefix * (len(groups[-1]) - 1):
-            groups[-1].append(path)
-            prefix = also
-        else:
-            groups.append([path])
-    made = [row for group in groups for row in _divide(group, token_budget)]
+    forest = packing.Tree([(path.live, path.tokens) for path in paths], worth)
+    groups: dict[int, list[Path]] = defaultdict(list)
+    for path in sorted(paths, key=lambda p: p.live.prompt + p.tokens):
+        groups[forest.root((path.live, path.tokens))].append(path)
+    made = [row for group in groups.values() for row in _divide(group, token_budget, worth)]
     return sorted(made, key=lambda b: order[id(b.paths[0])])
 
 
-def _divide(paths: Sequence[Path], token_budget: int) -> list[Bundle]:
+def _divide(paths: Sequence[Path], token_budget: int, worth: int) -> list[Bundle]:
     """As few rows as fit the budget, and these alike: the longest decides about the memory."""
-    fewest = -(-Bundle(paths).width // token_budget)
+    fewest = -(-Bundle(paths, worth).width // token_budget)
     for count in range(fewest, len(paths)):
         size = -(-len(paths) // count)
-        rows = [Bundle(paths[i : i + size]) for i in range(0, len(paths), size)]
+        rows = [Bundle(paths[i : i + size], worth) for i in range(0, len(paths), size)]
         several = [row for row in rows if len(row.paths) > 1]
-        if not all(packing.pays(row.live) for row in several):
+        if not all(row.pays for row in several):
             break
         if all(row.width <= token_budget for row in several):
             return rows
-    return [Bundle([path]) for path in paths]
+    return [Bundle([path], worth) for path in paths]
 
 
 def micro_batches(bundles: Sequence[Bundle], token_budget: int) -> Iterator[list[Bundle]]:
@@ -136,12 +150,12 @@ def micro_batches(bundles: Sequence[Bundle], token_budget: int) -> Iterator[list
 
 
 def plan(
-    terms: Sequence[Term], reduction: Reduction, token_budget: int, merge: bool, ranks: int
+    terms: Sequence[Term], reduction: Reduction, token_budget: int, worth: int | None, ranks: int
 ) -> list[list[list[Bundle]]]:
     """Every rank's micro-batches; all ranks know all of them."""
     paths = gather_paths(terms, reduction)
     # A row that holds more than its part of a rank's work would leave other ranks idle.
     limit = token_budget if ranks == 1 else min(token_budget, -(-sum(Bundle([p]).width for p in paths) // ranks))
-    bundles = bundle(paths, limit, merge)
+    bundles = bundle(paths, limit, worth)
     chosen = balance([item.width * item.height for item in bundles], ranks)
     return [list(micro_batches([bundles[i] for i in own], token_budget)) for own in chosen]

@@ -148,7 +148,8 @@ class Learner:
         section = self._section
         networks = [self._model] if self._model.expert is None else [self._model, self._model.expert]
         merge = section.shared_prompts and all(network.shares_prompts for network in networks)
-        return plan(terms, section.reduction, section.token_budget, merge, self._model.world.size)
+        worth = self._model.worth if merge else None
+        return plan(terms, section.reduction, section.token_budget, worth, self._model.world.size)
 
     def _round(self, phase: Adapter, n: int, plans: Sequence[Sequence[Sequence[Bundle]]], log: Log) -> list[str]:
         """One micro-batch; returns what failed, for the ranks to stop together.

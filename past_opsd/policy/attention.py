@@ -1,8 +1,9 @@
 """torch's scaled dot-product attention with two shapes computed in pieces, exactly and with less work.
 
 - One query a row (decoding): heads that share keys and values are several queries of one head, so nothing is repeated.
-- A shared row (`packing.shared`): the common prefix attends to itself, each path to the prefix and itself. A dense
-  mask would compute every path against every other.
+- A shared row (`packing.Tree`): each segment attends to those before it on its paths and to itself. A dense mask would
+  compute every path against every other; the causal bias that ends at the lower right needs no mask, so that on a GPU
+  the kernels that take none remain.
 
 Everything else is transformers' own `sdpa`.
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -26,13 +28,13 @@ NAME = "past_sdpa"
 class SharedMask(Tensor):
     """The mask of shared rows: it knows their segments, and takes no memory until somebody asks for the dense one."""
 
-    segments: packing.Segments
+    segments: list[packing.Segments]
 
     # What is computed from it is an ordinary tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def of(segments: packing.Segments, width: int, device: torch.device) -> SharedMask:
+    def of(segments: list[packing.Segments], width: int, device: torch.device) -> SharedMask:
         """Of the shape [B, 1, L, L]."""
         shape = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device).expand(len(segments), 1, width, width)
         made = shape.as_subclass(SharedMask)
@@ -63,27 +65,29 @@ def attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
-def _shared(query: Tensor, key: Tensor, value: Tensor, segments: packing.Segments, scaling: float | None) -> Tensor:
+def _shared(query: Tensor, key: Tensor, value: Tensor, rows: list[packing.Segments], scaling: float | None) -> Tensor:
     """[B, heads, L, size] to [B, L, heads, size], row by row and segment by segment."""
     options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] > key.shape[1]}
     width = query.shape[2]
     out: list[Tensor] = []
-    for row, (prefix, lengths) in enumerate(segments):
+    for row, segments in enumerate(rows):
         q, k, v = (x[row : row + 1] for x in (query, key, value))  # [1, heads, L, size]
-        prefix_q, prefix_k, prefix_v = (x[:, :, :prefix] for x in (q, k, v))
         pieces: list[Tensor] = []
-        if prefix:
-            pieces.append(scaled_dot_product_attention(prefix_q, prefix_k, prefix_v, is_causal=True, **options))
-        start = prefix
-        for length in filter(None, lengths):
-            own = slice(start, start + length)
-            keys, values = torch.cat([prefix_k, k[:, :, own]], dim=2), torch.cat([prefix_v, v[:, :, own]], dim=2)
-            mask = torch.ones(length, prefix + length, dtype=torch.bool, device=q.device).tril(prefix)
-            pieces.append(scaled_dot_product_attention(q[:, :, own], keys, values, attn_mask=mask, **options))
-            start += length
-        pieces.append(query.new_zeros(1, query.shape[1], width - start, value.shape[3]))  # padding
+        stop = 0
+        for (_, length), seen in zip(segments, packing.spans(segments), strict=True):
+            stop = seen[-1][1]
+            keys, values = (_columns(x, seen) for x in (k, v))  # [1, key heads, what it sees, size]
+            bias = causal_lower_right(length, keys.shape[2])
+            pieces.append(scaled_dot_product_attention(q[:, :, stop - length : stop], keys, values, bias, **options))
+        if stop < width:
+            pieces.append(query.new_zeros(1, query.shape[1], width - stop, value.shape[3]))  # padding
         out.append(torch.cat(pieces, dim=2))
     return torch.cat(out).transpose(1, 2).contiguous()
+
+
+def _columns(of: Tensor, seen: list[tuple[int, int]]) -> Tensor:
+    pieces = [of[:, :, begin:end] for begin, end in seen]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 
 AttentionInterface.register(NAME, attention)

@@ -1,28 +1,27 @@
-"""Paths as rows of one forward; paths whose prompts have a prefix in common can share its forward and backward.
+"""Paths as rows of one forward; paths that begin alike can share the forward and the backward of what they begin with.
 
 A path is a view and the token ids read along it. A forward has B rows of L columns. Plain rows hold one path each,
-right-padded. A shared row holds the common prefix of its paths' prompts once, followed by the rest of each prompt and
-its response: position ids go on from the prefix for each of them, and a path sees the prefix and itself, so every
-hidden state and every gradient is what the path would get alone.
+right-padded. A shared row is a tree: what several paths begin with stands in it once, be it examples that all prompts
+show, the prompt of several responses, equal beginnings of responses or a whole response drawn twice. Each segment of
+the tree sees the segments before it on its paths and itself, and positions go on along a path, so every hidden state
+and every gradient is what the path would get alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import groupby, islice
 
 import torch
 from torch import Tensor
 
 from past_opsd.core.nouns import Tokens, View
 
-WORTH = 128  # tokens of a common prefix; attending by segments has a cost for each of them
-
 Read = tuple[View, Tokens]
 """A path: a view, and the token ids it reads along."""
-Segments = list[tuple[int, list[int]]]
-"""Of each shared row: the length of the common prefix, and the lengths of what follows it, path by path."""
+Segments = list[tuple[int, int]]
+"""A shared row, segment after segment: the number of the segment before it on its paths (-1: none), and its length."""
 
 
 @dataclass(frozen=True)
@@ -36,63 +35,142 @@ class Packed:
     positions: Tensor  # [B, L]
     index: Tensor  # [sum T]
     mask: Tensor | None = None  # [B, L]
-    segments: Segments = field(default_factory=list)
+    segments: list[Segments] = field(default_factory=list)
+
+
+def sequence(path: Read) -> Tokens:
+    """What a path reads: its prompt and its tokens but the last, which is only predicted."""
+    view, tokens = path
+    return view.prompt + tokens[:-1]
 
 
 def plain(paths: Sequence[Read]) -> Packed:
-    """One row a path. The last token is never read, only predicted."""
-    sequences = [view.prompt + tokens[:-1] for view, tokens in paths]
+    """One row a path."""
+    sequences = [sequence(path) for path in paths]
     width = max(len(s) for s in sequences)
     ids = torch.zeros(len(sequences), width, dtype=torch.long)
     mask = torch.zeros(len(sequences), width, dtype=torch.long)
-    for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence)] = torch.tensor(sequence)
-        mask[row, : len(sequence)] = 1
+    for row, read in enumerate(sequences):
+        ids[row, : len(read)] = torch.tensor(read)
+        mask[row, : len(read)] = 1
     starts = [row * width + len(view.prompt) - 1 for row, (view, _) in enumerate(paths)]
     index = torch.cat([torch.arange(s, s + len(y)) for s, (_, y) in zip(starts, paths, strict=True)])
     return Packed(ids, torch.arange(width).expand_as(ids), index, mask=mask)
 
 
-def shared(paths: Sequence[Read], sizes: Sequence[int]) -> Packed:
+class Tree:
+    """What the paths of a row read, common beginnings once.
+
+    A beginning becomes a segment of its own where that saves at least `worth` positions; a position costs a network's
+    arithmetic, a segment an attention of its own in every layer (`Model.worth`).
+    """
+
+    def __init__(self, paths: Sequence[Read], worth: int = 1):
+        self._sequences = [sequence(path) for path in paths]
+        self._worth = worth
+        self.segments: Segments = []
+        self.ids: list[int] = []
+        self.positions: list[int] = []
+        self._ends: dict[Tokens, int] = {}  # what is read -> the segment it ends in
+        self._starts: list[int] = []
+        self._grow(sorted(set(self._sequences)))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def saved(self) -> int:
+        """By how many positions the row is shorter than its paths alone."""
+        return sum(map(len, self._sequences)) - len(self)
+
+    def columns(self, path: Read) -> list[int]:
+        """Where in the row the predictions of a path's tokens stand."""
+        chain, segment = list[int](), self._ends[sequence(path)]
+        while segment >= 0:
+            parent, length = self.segments[segment]
+            chain[:0] = range(self._starts[segment], self._starts[segment] + length)
+            segment = parent
+        return chain[len(path[0].prompt) - 1 :]
+
+    def root(self, path: Read) -> int:
+        """The segment that a path begins with: paths of different roots have nothing in common."""
+        segment = self._ends[sequence(path)]
+        while self.segments[segment][0] >= 0:
+            segment = self.segments[segment][0]
+        return segment
+
+    def _grow(self, sequences: list[Tokens]) -> None:
+        """Depth first, so that a segment's first child stands right behind it."""
+        waiting = [(sequences, 0, -1)]  # sorted sequences, how much of them stands already, and in which segment
+        while waiting:
+            group, begin, parent = waiting.pop()
+            if len(group) == 1:
+                self._ends[group[0]] = self._add(group[0], begin, len(group[0]), parent)
+                continue
+            end = common_prefix(group)
+            if (len(group) - 1) * (end - begin) >= max(1, self._worth):
+                parent = self._add(group[0], begin, end, parent)
+                begin = end
+            if len(group[0]) == end:  # sorted, so the one that ends here is the first
+                done = group.pop(0)
+                self._ends[done] = self._add(done, begin, end, parent)
+            branches = [list(branch) for _, branch in groupby(group, key=lambda tokens: tokens[end])]
+            waiting += [(branch, begin, parent) for branch in reversed(branches)]
+
+    def _add(self, tokens: Tokens, begin: int, end: int, parent: int) -> int:
+        if begin == end:
+            return parent
+        self._starts.append(len(self.ids))
+        self.segments.append((parent, end - begin))
+        self.ids += tokens[begin:end]
+        self.positions += range(begin, end)
+        return len(self.segments) - 1
+
+
+def shared(paths: Sequence[Read], sizes: Sequence[int], worth: int = 1) -> Packed:
     """A row for each of `sizes`, which says how many of the paths, in order, stand in it."""
     waiting = iter(paths)
     rows = [list(islice(waiting, size)) for size in sizes]
-    width = max(map(row_length, rows))
+    trees = [Tree(row, worth) for row in rows]
+    width = max(map(len, trees))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     positions = torch.zeros(len(rows), width, dtype=torch.long)
     index: list[int] = []
-    segments: Segments = []
-    for row, members in enumerate(rows):
-        prefix = common_prefix([view.prompt for view, _ in members])
-        follow = [view.prompt[prefix:] + tokens[:-1] for view, tokens in members]
-        read = [*members[0][0].prompt[:prefix], *chain.from_iterable(follow)]
-        ids[row, : len(read)] = torch.tensor(read)
-        where, start = list(range(prefix)), prefix
-        for (view, tokens), own in zip(members, follow, strict=True):
-            where += range(prefix, prefix + len(own))
-            # A prompt's last token predicts the first of the response; without a rest it is the prefix's last.
-            rest = len(view.prompt) - prefix
-            first = start + rest - 1 if rest else prefix - 1
-            index += [row * width + i for i in (first, *range(start + rest, start + rest + len(tokens) - 1))]
-            start += len(own)
-        positions[row, : len(read)] = torch.tensor(where)
-        segments.append((prefix, [len(own) for own in follow]))
-    return Packed(ids, positions, torch.tensor(index), segments=segments)
+    for row, (members, tree) in enumerate(zip(rows, trees, strict=True)):
+        ids[row, : len(tree)] = torch.tensor(tree.ids)
+        positions[row, : len(tree)] = torch.tensor(tree.positions)
+        index += [row * width + column for path in members for column in tree.columns(path)]
+    return Packed(ids, positions, torch.tensor(index), segments=[tree.segments for tree in trees])
 
 
-def dense(segments: Segments, width: int) -> Tensor:
-    """The mask [B, 1, L, L] of shared rows: true where a position may look."""
-    numbers = torch.full((len(segments), width), -1)  # [B, L]; padding looks like another path, and sees only itself
-    for row, (prefix, lengths) in enumerate(segments):
-        start = prefix
-        numbers[row, :start] = 0
-        for number, length in enumerate(lengths, 1):
-            numbers[row, start : start + length] = number
-            start += length
-    same = numbers[:, :, None] == numbers[:, None, :]  # [B, L, L]
+def spans(segments: Segments) -> Iterator[list[tuple[int, int]]]:
+    """Of each segment, the columns it may look at up to its own end: from, to; touching ones joined."""
+    starts: list[int] = []
+    start = 0
+    for number, (_, length) in enumerate(segments):
+        starts.append(start)
+        start += length
+        found: list[tuple[int, int]] = []
+        while number >= 0:
+            begin, end = starts[number], starts[number] + segments[number][1]
+            if found and found[0][0] == end:
+                found[0] = (begin, found[0][1])
+            else:
+                found.insert(0, (begin, end))
+            number = segments[number][0]
+        yield found
+
+
+def dense(rows: Sequence[Segments], width: int) -> Tensor:
+    """The mask [B, 1, L, L] of shared rows: true where a position may look; padding sees itself."""
+    mask = torch.zeros(len(rows), width, width, dtype=torch.bool)
+    for row, segments in enumerate(rows):
+        for (_, length), seen in zip(segments, spans(segments), strict=True):
+            stop = seen[-1][1]
+            for begin, end in seen:
+                mask[row, stop - length : stop, begin:end] = True
     causal = torch.ones(width, width, dtype=torch.bool).tril()
-    mask = (same | (numbers == 0)[:, None, :]) & causal | torch.eye(width, dtype=torch.bool)
-    return mask[:, None]
+    return (mask & causal | torch.eye(width, dtype=torch.bool))[:, None]
 
 
 def batches(widths: Sequence[int], budget: int, heights: Sequence[int] | None = None) -> Iterator[list[int]]:
@@ -114,24 +192,9 @@ def batches(widths: Sequence[int], budget: int, heights: Sequence[int] | None = 
 
 
 def common_prefix(prompts: Sequence[Tokens]) -> int:
-    """How many tokens all prompts begin with."""
+    """How many tokens all of these begin with."""
     first, last = min(prompts), max(prompts)  # what these two begin with, all between them begin with
     if first == last:
         return len(first)
     differ = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
-    return next(differ, len(first))
-
-
-def row_length(paths: Sequence[Read]) -> int:
-    """Positions of a shared row; of a plain one for a single path."""
-    return sum(len(view.prompt) + len(tokens) - 1 for view, tokens in paths) - saved(paths)
-
-
-def saved(paths: Sequence[Read]) -> int:
-    """By how many positions a shared row is shorter than its paths alone."""
-    return (len(paths) - 1) * common_prefix([view.prompt for view, _ in paths])
-
-
-def pays(paths: Sequence[Read]) -> bool:
-    """Whether a shared row has a long prefix, and at least a fifth fewer positions than its paths alone."""
-    return common_prefix([view.prompt for view, _ in paths]) >= WORTH and 4 * saved(paths) >= row_length(paths)
+    return next(differ, min(len(first), len(last)))

@@ -21,6 +21,7 @@ from past_opsd.core.losses import (
 from past_opsd.core.nouns import PastError, Term, View
 from past_opsd.learner import Bundle, NonFiniteError, Path, bundle, gather_paths, learning_rate, micro_batches
 from past_opsd.policy import packing
+from past_opsd.policy.model import Model
 from past_opsd.run.train import Session, session
 
 HINT, PLAIN = (1, 5, 7, 2, 9, 9), (1, 5, 2)
@@ -86,33 +87,32 @@ def test_row_weights_are_the_papers_one_over_length():
 
 def test_micro_batches_respect_the_budget_and_cut_nothing():
     paths = [Path(View("teacher", (0,) * n), (1,) * n) for n in (3, 9, 1, 5, 7, 2, 40)]
-    batches = list(micro_batches(bundle(paths, 30, merge=True), 30))
+    batches = list(micro_batches(bundle(paths, 30, worth=20), 30))
     assert sorted(len(p.tokens) for batch in batches for b in batch for p in b.paths) == [1, 2, 3, 5, 7, 9, 40]
     assert all(len(batch) == 1 or len(batch) * max(b.width for b in batch) <= 30 for batch in batches)
 
 
-def test_bundles_stay_within_the_budget_and_lose_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(packing, "WORTH", 1)
-    paths = [Path(View("teacher", (0,) * 20), (1,) * n) for n in (3, 9, 1, 5, 7, 2, 4)]
-    made = bundle(paths, 32, merge=True)
+def test_bundles_stay_within_the_budget_and_lose_nothing():
+    paths = [Path(View("teacher", (0,) * 20), (n,) * n) for n in (3, 9, 1, 5, 7, 2, 4)]
+    made = bundle(paths, 32, worth=1)
     assert sorted(len(p.tokens) for b in made for p in b.paths) == [1, 2, 3, 4, 5, 7, 9]
     assert 1 < len(made) < len(paths)
     assert all(b.width <= 32 for b in made)
-    assert all(len(b.paths) == 1 for b in bundle(paths, 32, merge=False))
+    assert all(len(b.paths) == 1 for b in bundle(paths, 32, worth=None))
 
 
-def test_prompts_that_begin_alike_share_a_row_unless_their_own_rows_save_more(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(packing, "WORTH", 4)
+def test_paths_that_begin_alike_share_a_row_where_it_saves_more_than_its_segments_cost():
     begin, a, b, other = (0,) * 20, (1,) * 6, (2,) * 6, (3,) * 20
 
-    def rows(*prompts: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
-        made = bundle([Path(View("teacher", p), (9, 9)) for p in prompts], 1000, merge=True)
+    def rows(worth: int, *prompts: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
+        made = bundle([Path(View("teacher", p), (9, 9)) for p in prompts], 1000, worth)
         return [[path.live.prompt for path in item.paths] for item in made]
 
-    assert rows(begin + a, other, begin + b) == [[begin + a, begin + b], [other]]
-    # Six of one prompt save 5 x 26 positions; with a seventh that begins alike only 6 x 20.
-    assert rows(*[begin + a] * 6, begin + b) == [[begin + a] * 6, [begin + b]]
-    assert rows(other, begin[:3] + a, begin[:3] + b) == [[other], [begin[:3] + a], [begin[:3] + b]]
+    # Two paths in three segments save 20 positions.
+    assert rows(6, begin + a, other, begin + b) == [[begin + a, begin + b], [other]]
+    assert rows(7, begin + a, other, begin + b) == [[begin + a], [other], [begin + b]]
+    assert rows(6, *[begin + a] * 3, begin + b) == [[begin + a] * 3 + [begin + b]]
+    assert rows(4, other, begin[:3] + a, begin[:3] + b) == [[other], [begin[:3] + a], [begin[:3] + b]]
 
 
 def test_a_frozen_forward_has_the_rows_of_the_live_one():
@@ -126,6 +126,17 @@ def test_a_frozen_forward_has_the_rows_of_the_live_one():
     assert Bundle([alone, other]).height == 1
 
 
+def tree_terms() -> list[Term]:
+    """Responses that begin alike below prompts that begin alike, and one of them drawn twice."""
+    drawn = [((), (6, 7, 8, 8)), ((), (6, 7, 8, 2)), ((), (6, 7, 8, 8)), ((4,), (6, 7)), ((4,), (6, 7, 1)), ((), (6,))]
+    made = []
+    for i, (rest, tokens) in enumerate(drawn):
+        live = View("teacher", HINT + rest)
+        made.append(Term("stay", live, View("student", PLAIN + rest), tokens, Stay(), 0.2))
+        made.append(Term("reinforce", live, None, tokens, Reinforce(1.5 - i % 2), 0.3))
+    return made
+
+
 def branching_terms() -> list[Term]:
     """Prompts that begin alike and go on, or not; live and frozen ones of different lengths."""
     made = []
@@ -136,21 +147,21 @@ def branching_terms() -> list[Term]:
     return made
 
 
-@pytest.mark.parametrize("terms", [some_terms, branching_terms])
+@pytest.mark.parametrize("terms", [some_terms, branching_terms, tree_terms])
 @pytest.mark.parametrize("budget", [24, 4096])
 def test_shared_prompts_do_not_change_the_update(small_recipe, monkeypatch: pytest.MonkeyPatch, budget: int, terms):
     alone = update(small_recipe, terms(), "learner.shared_prompts=false")
-    monkeypatch.setattr(packing, "WORTH", 1)
-    shapes: list[int] = []
-    real = packing.shared
-    monkeypatch.setattr(packing, "shared", lambda paths, sizes: shapes.extend(sizes) or real(paths, sizes))
+    monkeypatch.setattr(Model, "worth", 1)
+    saved: list[int] = []
+    real = packing.Tree
+    monkeypatch.setattr(packing, "Tree", lambda *a: saved.append(real(*a).saved) or real(*a))
     together = update(small_recipe, terms(), f"learner.token_budget={budget}")
-    assert max(shapes) > 1, "nothing was shared"
+    assert max(saved) > 10, "nothing was shared"
     assert_same_update(together, alone)
 
 
 def test_rows_are_shared_only_where_every_network_can(small_recipe, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(packing, "WORTH", 1)
+    monkeypatch.setattr(Model, "worth", 1)
     terms = [Term("d", View("student", HINT), View("expert", HINT), (6, n), Match(), 1.0) for n in (7, 8)]
     with session(small_recipe("embedded/opd")) as parts:
         for able in (True, False):

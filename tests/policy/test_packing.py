@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, GPTNeoXConfig, LlamaConfig
 
 import past_opsd.policy.attention
@@ -40,7 +42,7 @@ def test_a_shared_row_holds_its_prompt_once_and_positions_start_again():
     assert packed.positions.tolist()[0] == [0, 1, 2, 3, 4, 3, 4, 5]
     # first tokens are all predicted by the prompt's last position
     assert packed.index.tolist() == [2, 3, 4, 2, 2, 5, 6, 7, 9]
-    assert packed.segments == [(3, [2, 0, 3]), (2, [0])]
+    assert packed.segments == [[(-1, 3), (0, 2), (0, 3)], [(-1, 2)]]
 
 
 def test_prompts_that_begin_alike_go_on_from_there():
@@ -48,18 +50,51 @@ def test_prompts_that_begin_alike_go_on_from_there():
     assert packed.ids.tolist() == [[5, 6, 1, 2, 7, 8, 1, 9]]
     assert packed.positions.tolist() == [[0, 1, 2, 3, 2, 3, 4, 2]]
     assert packed.index.tolist() == [1, 2, 3, 5, 6, 7]
-    assert packed.segments == [(2, [2, 3, 1])]
+    assert packed.segments == [[(-1, 2), (0, 2), (0, 3), (0, 1)]]
+
+
+def test_responses_that_begin_alike_branch_where_they_part_and_a_repeated_one_is_read_once():
+    tokens = [(1, 2, 3, 4), (1, 2, 7, 7), (1, 2, 3, 4), (1, 2, 3, 9), (8, 8)]
+    paths = [(View("teacher", PROMPT), y) for y in tokens]
+    tree = packing.Tree(paths)
+    assert tree.ids == [5, 6, 7, 1, 2, 3, 7, 8]
+    assert tree.segments == [(-1, 3), (0, 2), (1, 1), (1, 1), (0, 1)]
+    assert [tree.columns(path) for path in paths] == [[2, 3, 4, 5], [2, 3, 4, 6], [2, 3, 4, 5], [2, 3, 4, 5], [2, 7]]
+    assert tree.saved == sum(3 + len(y) - 1 for y in tokens) - 8
+
+
+@pytest.mark.parametrize(("worth", "segments"), [(2, 5), (3, 4), (12, 4), (13, 3)])
+def test_a_segment_is_made_where_it_saves_what_it_costs(worth: int, segments: int):
+    """Three share a prompt of six, which saves twelve positions; two of them go on alike, which saves two."""
+    paths = [(View("teacher", PROMPT * 2), y) for y in ((1, 2, 3, 4), (1, 2, 7, 7), (8, 8, 8))]
+    assert len(packing.Tree(paths, worth).segments) == segments
+
+
+@given(st.data())
+def test_every_path_finds_its_own_tokens_in_the_tree(data: st.DataObject):
+    small = st.lists(st.integers(1, 3), min_size=1, max_size=6).map(tuple)
+    paths = [(View("base", data.draw(small)), data.draw(small)) for _ in range(data.draw(st.integers(1, 7)))]
+    worth = data.draw(st.integers(1, 9))
+    packed = packing.shared(paths, [len(paths)], worth)
+    (segments,) = packed.segments
+    mask = packing.dense([segments], packed.ids.shape[1])[0, 0]
+    index = packed.index.split([len(tokens) for _, tokens in paths])
+    for (view, tokens), columns in zip(paths, index, strict=True):
+        for t, column in enumerate(columns.tolist()):
+            seen = mask[column].nonzero().flatten()  # in the order of the path, since a row is written depth first
+            assert tuple(packed.ids[0, seen].tolist()) == view.prompt + tokens[:t]
+            assert packed.positions[0, seen].tolist() == list(range(len(seen)))
 
 
 def test_a_path_sees_what_is_common_and_itself_and_nothing_else():
-    seen = [row.nonzero().flatten().tolist() for row in packing.dense([(3, [2, 0, 3])], 8)[0, 0]]
+    seen = [row.nonzero().flatten().tolist() for row in packing.dense([[(-1, 3), (0, 2), (0, 3)]], 8)[0, 0]]
     assert seen[:3] == [[0], [0, 1], [0, 1, 2]]
     assert seen[3:5] == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
     assert seen[5:] == [[0, 1, 2, 5], [0, 1, 2, 5, 6], [0, 1, 2, 5, 6, 7]]
 
 
 def test_padding_sees_something_so_that_no_row_is_empty():
-    mask = packing.dense([(3, [2, 0, 3]), (2, [0])], 8)
+    mask = packing.dense([[(-1, 3), (0, 2), (0, 3)], [(-1, 2)]], 8)
     assert bool(mask.any(-1).all())
     assert not bool(mask[1, 0, :2, 2:].any()), "a prompt must not see the padding"
 
@@ -71,19 +106,10 @@ def test_how_far_prompts_are_the_same(prompts: list[tuple[int, ...]], expected: 
     assert packing.common_prefix(prompts) == expected
 
 
-@pytest.mark.parametrize(
-    ("prompt", "count", "length", "expected"),
-    [(1024, 8, 256, True), (1024, 1, 256, False), (40, 8, 20, False), (300, 8, 4000, False)],
-)
-def test_sharing_is_used_where_it_pays(prompt: int, count: int, length: int, expected: bool):
-    paths = [(View("teacher", (1,) * prompt), (2,) * length)] * count
-    assert packing.pays(paths) is expected
-
-
-def test_row_length_counts_what_is_read():
-    assert packing.row_length(PATHS[:3]) == packing.shared(PATHS[:3], [3]).ids.shape[1]
-    assert packing.row_length(BRANCHES) == packing.shared(BRANCHES, [3]).ids.shape[1]
-    assert packing.row_length(PATHS[:1]) == packing.plain(PATHS[:1]).ids.shape[1]
+def test_the_length_of_a_row_is_what_is_read():
+    for paths in (PATHS[:3], BRANCHES):
+        assert len(packing.Tree(paths)) == packing.shared(paths, [3]).ids.shape[1]
+    assert len(packing.Tree(PATHS[:1])) == packing.plain(PATHS[:1]).ids.shape[1]
 
 
 ARCHITECTURES = {
@@ -112,11 +138,13 @@ def test_a_shared_row_is_exact_or_not_used(tmp_path: Path, name: str, attention:
     prompts = ids[0], ids[0], ids[0] + ids[5], ids[0], ids[5], ids[1], ids[2]
     paths = [(View("base", x), y) for x, y in zip(prompts, [*ids[1:5], ids[1], ids[5], ids[4]], strict=True)]
     calls.clear()
+    network.worth = 1  # such a small network would not share
     alone = network.states(paths)
     together = network.states(paths, [4, 1, 2]) if network.shares_prompts else alone
     # The dense mask would give the same; where torch's attention is used, only the parts are computed.
-    parts = [(40, [8, 13, 5, 29]), (5, [8]), (0, [13, 43])]
-    assert calls == ([parts] * 2 if attention == "sdpa" and name != "gemma3" else [])
+    lengths = [[length for _, length in row] for row in calls[0]] if calls else []
+    assert [sum(row) for row in lengths] == ([40 + 8 + 13 + 5 + 29, 13, 13 + 43] if calls else [])
+    assert len(calls) == (2 if attention == "sdpa" and name != "gemma3" else 0)
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 

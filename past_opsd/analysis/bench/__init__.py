@@ -62,8 +62,12 @@ def _shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--student-prompt", type=int, default=256, help="tokens of the student's prompt (default %(default)s)"
     )
-    parser.add_argument("--group", type=int, default=8, help="continuations (default %(default)s)")
+    parser.add_argument("--group", type=int, default=8, help="continuations of a prompt (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a continuation (default %(default)s)")
+    parser.add_argument("--problems", type=int, default=1, help="failed attempts (default %(default)s)")
+    parser.add_argument("--examples", type=int, default=0, help="tokens all prompts begin with (default %(default)s)")
+    parser.add_argument("--alike", type=int, default=0, help="tokens a group's paths begin with (default %(default)s)")
+    parser.add_argument("--twice", type=int, default=0, help="continuations drawn twice (default %(default)s)")
     parser.add_argument("--budget", type=int, default=4096, help="padded tokens a micro-batch (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=2, help="timed steps of each (default %(default)s)")
@@ -93,7 +97,7 @@ BENCHMARKS = {
     ),
     "rollout": ("tokens a second of our engines and of transformers' generate, on the same prompts", _rollout),
     "scaling": ("time and memory of a learner step against its sizes", _scaling),
-    "shared": ("PAST's teacher step with and without sharing the prompt among its continuations", _shared),
+    "shared": ("PAST's teacher step with and without sharing what its continuations begin with", _shared),
     "step": ("one update from rollout to optimizer step, by this package and by TRL", _step),
     "startup": ("CPU time and memory of the commands that only read", _startup),
 }

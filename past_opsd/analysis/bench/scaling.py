@@ -32,7 +32,6 @@ from past_opsd.learner import Learner, bundle, gather_paths
 from past_opsd.policy import fused
 from past_opsd.policy.estimate import shape_of
 from past_opsd.policy.model import Model
-from past_opsd.policy.packing import row_length
 from past_opsd.policy.pretrained import load_tokenizer
 
 AXES = {"response length": "response", "vocabulary": "vocabulary", "batch": "batch", "group": "group"}
@@ -224,9 +223,9 @@ def terms(sizes: Sizes) -> list[Term]:
 def multiply_adds(model: Model, setup: Setup) -> float:
     """Of the step's products with weights: three passes over the blocks, three over the head."""
     shape = shape_of(model.config, "bench")
-    bundles = bundle(gather_paths(terms(setup.sizes), "sequence"), setup.budget, merge=True)
-    live = sum(row_length(item.live) for item in bundles)
-    frozen = sum(row_length(row) for item in bundles for rows in item.frozen.values() for row in rows)
+    bundles = bundle(gather_paths(terms(setup.sizes), "sequence"), setup.budget, model.worth)
+    live = sum(len(item.tree) for item in bundles)
+    frozen = sum(len(tree) for item in bundles for tree in item.frozen_trees)
     body = shape.body * (2 * live + frozen)
     return float(body + 3 * setup.sizes.rows * shape.vocab * shape.hidden)
 

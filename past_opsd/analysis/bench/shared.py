@@ -1,7 +1,8 @@
-"""`past bench shared`: PAST's teacher step with and without sharing the prompt among its continuations.
+"""`past bench shared`: PAST's teacher step with and without sharing what its continuations begin with.
 
-One failed attempt, its prompt, and a group of continuations of equal length, every other one a success: the policy
-gradient on all of them, the KL to the frozen student on the successes. Tokens are random. With and without
+Failed attempts, their prompts, and for each a group of continuations of equal length, every other one a success: the
+policy gradient on all of them, the KL to the frozen student on the successes. Tokens are random; all prompts may begin
+with the same examples, and the continuations of a group with the same tokens. With and without
 `learner.shared_prompts`, each in a process of its own, taking turns.
 """
 
@@ -11,7 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,22 +24,30 @@ from past_opsd.core import config
 from past_opsd.core.nouns import Attempt, Batch, Group, PastError, Problem, Response, View
 from past_opsd.core.prompts import Prompts
 from past_opsd.learner import Learner, bundle, gather_paths
-from past_opsd.policy import packing
 from past_opsd.policy.model import Model
 from past_opsd.rollout.verifiers import Reason
 
 GOAL = 2.0
-SIZES = ("prompt", "student_prompt", "group", "tokens", "budget", "threads", "repeats")
+LEAST = {"group": 2, "tokens": 2, "examples": 0, "alike": 0, "twice": 0}
+SIZES = ("prompt", "student_prompt", "group", "tokens", "problems", *LEAST, "budget", "threads", "repeats")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Lengths in tokens, and how many continuations."""
+    """Lengths in tokens, and how many of everything.
+
+    Prompts of the teacher and of the student begin with `examples`, the continuations of a group with `alike` tokens;
+    `twice` of them were drawn twice.
+    """
 
     prompt: int
     student_prompt: int
     group: int
     tokens: int
+    problems: int = 1
+    examples: int = 0
+    alike: int = 0
+    twice: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,10 +64,18 @@ class Line:
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     for name in SIZES:
-        least = 2 if name in ("group", "tokens") else 1
+        least = LEAST.get(name, 1)
         if vars(args)[name] < least:
             raise PastError(f"--{name.replace('_', '-')} is {vars(args)[name]}; it must be at least {least}")
-    sizes = Sizes(args.prompt, args.student_prompt, args.group, args.tokens)
+    if (
+        args.examples >= min(args.prompt, args.student_prompt)
+        or args.alike >= args.tokens
+        or 2 * args.twice > args.group
+    ):
+        raise PastError(
+            "--examples must be shorter than both prompts, --alike than --tokens, --twice half of --group at most"
+        )
+    sizes = Sizes(**{field.name: vars(args)[field.name] for field in fields(Sizes)})
     overrides = [*args.overrides, f"learner.token_budget={args.budget}", f"run.threads={args.threads}"]
     lines, difference = measure(args.recipe, overrides, sizes, args.repeats)
     print(report(args, lines, difference))
@@ -101,7 +118,7 @@ def _side(pipe: Connection, name: str, overrides: Sequence[str], sizes: Sizes) -
     method = config.plugin("method", recipe.method.name).build(
         recipe.method, Prompts(model.tokenizer, recipe.prompts), recipe.rollout
     )
-    terms = method.teacher_terms(Batch((), ()), [group(sizes, len(model.head))])
+    terms = method.teacher_terms(Batch((), ()), [group(sizes, len(model.head), i) for i in range(sizes.problems)])
     learner = Learner(model, recipe.learner, recipe.run.cycles)
 
     def step() -> tuple[float, float]:
@@ -114,33 +131,50 @@ def _side(pipe: Connection, name: str, overrides: Sequence[str], sizes: Sizes) -
 
     def positions() -> int:
         section = recipe.learner
-        bundles = bundle(gather_paths(terms, section.reduction), section.token_budget, section.shared_prompts)
-        return sum(packing.row_length(item.live) for item in bundles)
+        worth = model.worth if section.shared_prompts else None
+        return sum(
+            len(item.tree) for item in bundle(gather_paths(terms, section.reduction), section.token_budget, worth)
+        )
 
     serve(pipe, {"gradient": gradient, "step": step, "positions": positions, "peak": peak})
 
 
-def group(sizes: Sizes, vocabulary: int) -> Group:
+def group(sizes: Sizes, vocabulary: int, index: int = 0) -> Group:
     """A failed attempt and its continuations, of random tokens."""
-    problem = Problem("bench", "", "", "")
-    student = View("student", tokens_of("student", sizes.student_prompt, vocabulary))
-    teacher = View("teacher", tokens_of("teacher", sizes.prompt, vocabulary))
+    problem = Problem(f"bench {index}", "", "", "")
 
-    def attempt(view: View, index: int, correct: bool) -> Attempt:
-        tokens = tokens_of(f"{view.adapter} {index}", sizes.tokens, vocabulary)
-        response = Response(tokens, "", (0.0,) * len(tokens), finished=True)
+    def tokens(name: str, length: int, begin: tuple[int, ...] = ()) -> tuple[int, ...]:
+        return begin + tokens_of(f"{name} {index}", length - len(begin), vocabulary)
+
+    examples = tokens_of("examples", sizes.examples, vocabulary)
+    student = View("student", tokens("student prompt", sizes.student_prompt, examples))
+    teacher = View("teacher", tokens("teacher prompt", sizes.prompt, examples))
+    alike = tokens("alike", sizes.alike)
+    drawn = [tokens(f"continuation {i}", sizes.tokens, alike) for i in range(sizes.group - sizes.twice)]
+
+    def attempt(view: View, read: tuple[int, ...], correct: bool) -> Attempt:
+        response = Response(read, "", (0.0,) * len(read), finished=True)
         return Attempt(problem, view, response, (Reason.CORRECT if correct else Reason.WRONG).verdict())
 
-    continuations = tuple(attempt(teacher, i, i % 2 == 0) for i in range(sizes.group))
-    return Group(attempt(student, 0, correct=False), continuations)
+    several = [*enumerate(drawn), *enumerate(drawn[: sizes.twice])]
+    continuations = tuple(attempt(teacher, read, i % 2 == 0) for i, read in several)
+    return Group(attempt(student, tokens("attempt", sizes.tokens), correct=False), continuations)
 
 
 def report(args: argparse.Namespace, lines: Sequence[Line], difference: float) -> str:
     """The table and the ratio."""
     text = [
-        f"Teacher step of {args.recipe}: a prompt of {args.prompt} tokens, {args.group} continuations of "
-        f"{args.tokens}, a student prompt of {args.student_prompt},",
-        f"micro-batches of {args.budget} tokens, {args.threads} thread(s), median of {args.repeats}",
+        f"Teacher step of {args.recipe}: {args.problems} prompt(s) of {args.prompt} tokens, {args.group} continuations "
+        f"of {args.tokens} each,",
+        f"a student prompt of {args.student_prompt}, micro-batches of {args.budget} tokens, {args.threads} thread(s), "
+        f"median of {args.repeats}",
+    ]
+    if args.examples or args.alike or args.twice:
+        text.append(
+            f"in common: {args.examples} tokens of all prompts, {args.alike} of a group's continuations; {args.twice} "
+            "of these drawn twice"
+        )
+    text += [
         "",
         f"{'':26s}{'positions':>10s}{'seconds':>10s}{'CPU s':>10s}{'peak MiB':>10s}",
     ]

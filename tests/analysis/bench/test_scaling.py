@@ -55,7 +55,7 @@ def test_work_counts_a_shared_prompt_once(tmp_path):
     body = 4 * 16 * (2 * 16 + 2 * 8 + 3 * 48)
     assert work() == 2 * (body * (2 * 9 + 15) + 3 * 4 * 64 * 16)
     assert work(batch=6) == 3 * work()
-    # Enough is saved to share only with long prompts: 3 x 600 of 4 x 603 positions.
+    model.worth = 300  # 3 x 600 positions saved are worth five segments
     alone, four = work(batch=1, prompt=600, budget=10_000), work(batch=1, prompt=600, group=4, budget=10_000)
     assert four == body * (2 * (600 + 12) + 1200 + 12) + 3 * 16 * 64 * 16
     assert four < 1.1 * alone

@@ -37,6 +37,26 @@ def test_a_group_has_both_outcomes_and_terms_of_both_kinds():
     assert (len(group.attempt.view.prompt), len(group.continuations[0].view.prompt)) == (4, 9)
 
 
+def test_what_groups_have_in_common_is_read_once(capsys, in_threads):
+    words = "--recipe embedded/past --prompt 200 --student-prompt 190 --examples 180 --group 6 --tokens 9 --alike 4"
+    words += " --twice 1 --problems 3 --repeats 1 --set model.lora.rank=2"
+    assert shared.run(arguments(*words.split())) == 0
+    out = capsys.readouterr().out
+    assert "in common: 180 tokens of all prompts, 4 of a group's continuations; 1 of these drawn twice" in out
+    positions = dict(re.findall(r"^prompt (\w+) +(\d+) +[\d.]+ +[\d.]+", out, re.M))
+    # So small a network shares what all prompts begin with; the rest of a group saves less than it costs.
+    assert positions == {"repeated": str(3 * 6 * 208), "shared": str(180 + 3 * 5 * 28)}
+    group = shared.group(shared.Sizes(20, 19, 6, 9, problems=3, examples=18, alike=4, twice=1), 50, 2)
+    assert len({c.response.tokens for c in group.continuations}) == 5
+    assert len({c.response.tokens[:4] for c in group.continuations}) == 1
+
+
+@pytest.mark.parametrize("words", [("--examples", "300"), ("--alike", "256"), ("--twice", "5")])
+def test_what_is_in_common_must_fit(words: tuple[str, str]):
+    with pytest.raises(PastError, match="--examples must be shorter than both prompts"):
+        shared.run(arguments(*words))
+
+
 def test_the_ratio_is_of_medians():
     lines = [
         shared.Line("prompt repeated", 10, [9.0, 6.0, 1.0], [4.0], 300.0),
