@@ -415,6 +415,13 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
             recipe=True,
         ),
         Command(
+            "rehearse",
+            "run a recipe from start to end on this machine, small, with made data",
+            "paper/past",
+            "analysis.rehearse",
+            arguments.rehearse,
+        ),
+        Command(
             "compare",
             "run a suite of recipes over seeds; one table with intervals",
             "--suite main --seeds 17,29",
