@@ -37,13 +37,14 @@ from past_opsd.run.train import Session, Silent, train
 CYCLES = 2
 MOST: Mapping[str, int] = {
     "run.cycles": CYCLES,
-    "max_new_tokens": 12,
     "evaluation.samples": 4,
     "phase1_problems": 8,
     "train_problems": 64,
     "eval_problems": 2,
 }
 """The most that a key, or every key of a name, keeps."""
+TOKENS = {"max_new_tokens": 12}
+"""The same where the model is stood in for, whose responses are short."""
 WITH_CYCLES = ("warmup_steps", "strength_cycles", "teacher_sync_every")
 """Keys that count cycles of the run and shrink with them."""
 TRAIN_ROWS, EVALUATION_ROWS = 40, 2
@@ -68,6 +69,7 @@ class Counts:
     continuations: dict[str, int] = field(default_factory=dict)
     before: dict[str, int] = field(default_factory=dict)  # the first cycle
     evaluated: list[int] = field(default_factory=list)
+    checkpoints: list[int] = field(default_factory=list)
     resumed: int = 0
 
 
@@ -140,24 +142,26 @@ def rehearse(
     if any(_standing(recipe) for recipe in loaded):
         tell("making what stands in for models and data")
         _furnish(home, loaded)
-    for number, (label, name) in enumerate(rows.items(), 1):
-        tell(f"rehearsing {name}, {number} of {len(rows)}")
-        recipe = recipes[name]
-        if isinstance(recipe, str):
-            yield Rehearsed(label, name, failure=recipe)
-        else:
-            yield _row(label, name, recipe, scaled(recipe, name, overrides, home), out)
+    done: dict[str, Rehearsed] = {}
+    for label, name in rows.items():
+        if name not in done:
+            tell(f"rehearsing {name}, {len(done) + 1} of {len(recipes)}")
+            recipe = recipes[name]
+            if isinstance(recipe, str):
+                done[name] = Rehearsed(label, name, failure=recipe)
+            else:
+                done[name] = _row(name, recipe, scaled(recipe, name, overrides, home), out)
+        yield replace(done[name], label=label)
 
 
-def _row(label: str, name: str, recipe: Recipe, small: Recipe, out: Path) -> Rehearsed:
+def _row(name: str, recipe: Recipe, small: Recipe, out: Path) -> Rehearsed:
     changes = tuple(Change(*leaf) for leaf in resume.changes(config.dump(recipe), config.dump(small)))
-    done = Rehearsed(label, name, changes)
+    done = Rehearsed(name, name, changes)
     folder, began = suite.run_folder(out, name, recipe.run.seed), time.monotonic()
     try:
-        if not folder.exists():  # a suite may have a recipe twice
-            counts = _train(small, folder)
-            _check(small, RunFolder(folder), counts)
-            done = replace(done, counts=counts)
+        counts = _train(small, folder)
+        _check(small, RunFolder(folder), counts)
+        done = replace(done, counts=counts)
     except Exception as error:  # whatever one row does, the others are rehearsed
         kind = "" if isinstance(error, PastError) else f"{type(error).__name__}: "
         done = replace(done, failure=f"{kind}{error}")
@@ -215,7 +219,7 @@ def _check(recipe: Recipe, run: RunFolder, counts: Counts) -> None:
     names = {"cost/phase1_samples": "samples", "phase1/steps": "updates", "hints/own": "hints of its own"}
     names |= {"hints/column": "hints of the data", "hints/fallback": "hints from references"}
     counts.before = {told: int(last[key]) for key, told in names.items() if last.get(key)}
-    counts.evaluated = run.evaluations.numbers()
+    counts.evaluated, counts.checkpoints = run.evaluations.numbers(), run.steps()
     missing = sorted(evaluation_steps(recipe) - set(counts.evaluated))
     if len(lines) != recipe.run.cycles or run.steps()[-1] != recipe.run.cycles or missing:
         raise PastError(
@@ -260,12 +264,12 @@ def scaled(recipe: Recipe, name: str, overrides: Sequence[str], home: Path) -> R
     """The recipe with little of everything, and with what is here in the place of what may not be."""
     if recipe.engine.name != "torch":
         recipe = config.load(name, [*overrides, "engine.name=torch"])
-    ratio = min(1.0, CYCLES / recipe.run.cycles)
-    small = _small(recipe, ratio)
+    ratio, own = min(1.0, CYCLES / recipe.run.cycles), recipe.model.path in EMBEDDED
+    small = _small(recipe, ratio, {} if own else TOKENS)
     most = small.evaluation.samples
     evaluation = {"pass_k": sorted({min(k, most) for k in small.evaluation.pass_k})}
     update: dict[str, Any] = {"evaluation": small.evaluation.model_copy(update=evaluation)}
-    if recipe.model.path not in EMBEDDED:
+    if not own:
         paths = {"path": str(home / "model"), "revision": None, "gguf_file": None}
         paths |= {"expert": str(home / "model")} if recipe.model.expert else {}
         update["model"] = small.model.model_copy(update=paths)
@@ -275,14 +279,14 @@ def scaled(recipe: Recipe, name: str, overrides: Sequence[str], home: Path) -> R
     return small.model_copy(update=update)
 
 
-def _small(section: Any, ratio: float, path: str = "") -> Any:
+def _small(section: Any, ratio: float, tokens: Mapping[str, int], path: str = "") -> Any:
     """A section with its large numbers cut, and those within it."""
     update: dict[str, Any] = {}
     for key in type(section).model_fields:
         value, here = section.__dict__[key], f"{path}{key}"
-        most = MOST.get(here, MOST.get(key))
+        most = MOST.get(here, MOST.get(key, tokens.get(key)))
         if isinstance(value, BaseModel):
-            update[key] = _small(value, ratio, f"{here}.")
+            update[key] = _small(value, ratio, tokens, f"{here}.")
         elif most is not None and isinstance(value, int):
             update[key] = min(value, most)
         elif key in WITH_CYCLES and value:
@@ -292,7 +296,7 @@ def _small(section: Any, ratio: float, path: str = "") -> Any:
 
 def _furnish(home: Path, recipes: Sequence[Recipe]) -> None:
     """A model for all of them and every set of data that one names."""
-    train_rows, held_out = stand_ins.rows(TRAIN_ROWS), stand_ins.rows(EVALUATION_ROWS, TRAIN_ROWS)
+    train_rows = stand_ins.rows(TRAIN_ROWS)
     texts = [text for recipe in recipes for text in _texts(recipe.prompts)]
     texts += [f"{row['problem']}\n\n{row['solution']}" for row in train_rows]
     positions = max(recipe.model.max_context or 0 for recipe in recipes) or 40960
@@ -300,7 +304,7 @@ def _furnish(home: Path, recipes: Sequence[Recipe]) -> None:
     stand_ins.save_rows(home / "train.parquet", train_rows)
     names = {name for recipe in recipes if hasattr(recipe.task, "train") for name in recipe.task.evaluation}
     for number, name in enumerate(sorted(names)):
-        found = stand_ins.rows(EVALUATION_ROWS, TRAIN_ROWS + number * len(held_out))
+        found = stand_ins.rows(EVALUATION_ROWS, TRAIN_ROWS + number * EVALUATION_ROWS)
         columns = [{key: row[key] for key in ("problem", "answer")} for row in found]
         stand_ins.save_rows(home / f"{name}.parquet", columns)
 
@@ -351,9 +355,9 @@ def told(counts: Counts) -> list[str]:
     steps = [
         f"{count} {role} updates on {counts.tokens[role]:,} tokens" for role, count in counts.updates.items() if count
     ]
-    boundaries = ", ".join(map(str, counts.evaluated)) or "no boundary"
+    evaluated, kept = (", ".join(map(str, steps)) or "none" for steps in (counts.evaluated, counts.checkpoints))
     lines = [f"before the first cycle: {before}" if before else "", ", ".join(sampled), ", ".join(steps)]
-    lines.append(f"evaluated at {boundaries}; stopped at {counts.resumed} and resumed")
+    lines.append(f"evaluations at {evaluated}; checkpoints at {kept}; stopped at {counts.resumed} and resumed")
     return [line for line in lines if line]
 
 

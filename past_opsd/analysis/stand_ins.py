@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, logging
 
 PAD, START, END, THINK, THOUGHT = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"
 # One turn after the other; the prompt opens the assistant's, and where thinking is off also closes an empty thought.
@@ -64,7 +64,10 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     made = Tokenizer(BPE())
     made.normalizer = normalizers.NFC()
     made.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(_PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(_PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -100,7 +103,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, positions: int) -> Qwen3ForCa
     generator = torch.Generator().manual_seed(0)
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for weight in model.parameters():
             if weight.ndim > 1:
                 weight.normal_(0, 0.02, generator=generator)
         table, head = model.model.embed_tokens.weight, model.lm_head.weight
@@ -111,7 +114,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast, positions: int) -> Qwen3ForCa
                 # A final state has the length sqrt(WIDTH).
                 head[_id(tokenizer, token)] += _LIKELY / WIDTH**0.5 * direction
     model.generation_config = GenerationConfig(
-        do_sample=True, eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id], pad_token_id=tokenizer.pad_token_id
+        do_sample=True,
+        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
+        pad_token_id=tokenizer.pad_token_id,
     )
     return model.bfloat16()
 
@@ -123,6 +128,7 @@ def _id(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
 
 def save_model(folder: Path, texts: Iterable[str], positions: int) -> None:
     """As a folder that loads as one from the hub does."""
+    logging.disable_progress_bar()
     tokenizer = make_tokenizer(texts)
     make_model(tokenizer, positions).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -138,7 +144,7 @@ def rows(count: int, first: int = 0) -> list[dict[str, str]]:
         made.append(
             {
                 "problem": f"A shelf holds {left} books and {a} of them are lent. How many are left?",
-                "solution": f"There are {left} books. Of these {a} are lent, so {left} - {a} = {answer}. \\boxed{{{answer}}}",
+                "solution": f"Of {left} books {a} are lent, so {left} - {a} = {answer} are left. \\boxed{{{answer}}}",
                 "answer": answer,
             }
         )

@@ -31,6 +31,9 @@ QUICK = frozenset({"recipes", "show", "schema", "completion", "init", "watch", "
 SWITCH = "PAST_LIFE"
 """The environment variable that, set to 'off', silences this."""
 
+PARENT = "PAST_PARENT"
+"""The environment variable with the process that a command ends with."""
+
 _CLEAR = "\r\x1b[K"
 _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _current: Pulse | None = None
@@ -197,6 +200,18 @@ def _asked_to_end() -> Iterator[None]:
     finally:
         for kind in taken:
             signal.signal(kind, signal.SIG_DFL)
+
+
+def follow() -> None:
+    """Be told to end, as by SIGTERM, when the process that started this one dies, if it asked for that (Linux)."""
+    parent = os.environ.pop(PARENT, "")
+    if not parent or not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if str(os.getppid()) != parent:  # it died before this
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What a method samples before the first cycle, kept batch by batch: after a kill it is read, not drawn again.
 
-A batch is a file named after all that decides it: the model, the data, the verifier, the engine, the adapters' versions,
-how it is sampled, and every prompt with its seed. So a batch of another setup is never taken for one of this run.
+A batch is a file named after all that decides it: the model and its adapters' versions, the data, the verifier, the
+engine, how it is sampled, and every prompt with its seed. So a batch of another setup is never taken for this run's.
 """
 
 from __future__ import annotations

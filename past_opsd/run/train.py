@@ -142,7 +142,9 @@ def assemble(
     learner = Learner(model, recipe.learner, recipe.run.cycles)
     around = nullcontext if getattr(engine, "own_weights", False) else model.gathered
     lab = Lab(engine, cast(Verifier, verifier), world=world, around=around, tell=life.count)
-    loop = Loop(recipe.run.seed, recipe.rollout, problems, prompts, method, lab, learner, model.max_context, recipe.run.cycles)
+    loop = Loop(
+        recipe.run.seed, recipe.rollout, problems, prompts, method, lab, learner, model.max_context, recipe.run.cycles
+    )
     loop.publish()
     life.doing("at work")
     return Session(recipe, model, learner, loop, task, (*notes, *task.notes))

@@ -285,7 +285,10 @@ def test_the_embedded_base_writes_hints_that_verify_for_the_problems_of_the_run(
 
 def test_the_papers_recipe_reads_a_users_column(tmp_path: Path):
     file = tmp_path / "train.jsonl"
-    rows = [{"problem": "1 + 1", "solution": "\\boxed{2}", "hint": "add", "source": "x"}, {"problem": "2", "solution": "2 \\boxed{2}"}]
+    rows = [
+        {"problem": "1 + 1", "solution": "\\boxed{2}", "hint": "add", "source": "x"},
+        {"problem": "2", "solution": "2 \\boxed{2}"},
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     problems = load(str(file), training(config.load("paper/h2sd").task)).problems
     assert [given_hint(p) for p in problems] == ["add", ""]
