@@ -19,7 +19,7 @@ from past_opsd.core.nouns import PastError
 from past_opsd.run.folder import RunFolder
 from past_opsd.run.train import train
 
-FAST = [*SMALL, "run.cycles=2", "evaluation.at=[0.0, 0.5, 1.0]"]
+FAST = [*SMALL, "run.cycles=6", "evaluation.at=[0.0, 0.5, 1.0]"]
 SEEDS = [17, 29]
 TWO = suite.Suite("two", "Two rows", "Vanilla OPSD", {"Vanilla OPSD": "embedded/opsd", "PAST": "embedded/past"})
 ONE = suite.Suite("one", "One row", "PAST", {"PAST": "embedded/past"})
@@ -72,14 +72,14 @@ def test_results_hold_scores_curves_costs_and_intervals(compared: Path):
     base, opsd, past = found["rows"]
     assert opsd["difference"] == [0.0, 0.0, 0.0]
     for row in (opsd, past):
-        assert list(row["curve"]) == [0, 1, 2]
+        assert list(row["curve"]) == [0, 3, 6]
         assert row["curve"][0] == pytest.approx(base["macro"][0])
-        assert row["curve"][2] == pytest.approx(row["macro"][0])
+        assert row["curve"][6] == pytest.approx(row["macro"][0])
         assert len(row["by_seed"]) == 2
         assert row["difference"][1] <= row["difference"][0] <= row["difference"][2]
-    assert opsd["costs"]["student_samples"] == 12
-    assert opsd["costs"]["verifier_calls"] == 12
-    assert past["costs"]["verifier_calls"] == 12 + past["costs"]["teacher_samples"]
+    assert opsd["costs"]["student_samples"] == 36
+    assert opsd["costs"]["verifier_calls"] == 36
+    assert past["costs"]["verifier_calls"] == 36 + past["costs"]["teacher_samples"]
     assert past["diagnostics"]["mixed"] + past["diagnostics"]["skipped"] <= 1 + 1e-9
 
 
@@ -107,6 +107,7 @@ def test_after_a_kill_nobody_lives_on_and_the_suite_ends_with_the_same_table(com
     process.wait()
     assert below
     assert psutil.wait_procs(below, timeout=100)[1] == []
+    assert 0 < RunFolder(suite.run_folder(tmp_path, "embedded/past", 17)).steps()[-1] < 6
     assert not suite.run_folder(tmp_path, "embedded/past", 29).exists()
     assert suite.run_all(ONE, SEEDS, tmp_path, 1, FAST, lambda text: None) == {}
     assert result(tmp_path, ONE) == result(compared, ONE)
@@ -118,7 +119,7 @@ def test_a_suite_that_is_asked_to_stop_finishes_the_cycle_under_way(tmp_path: Pa
     assert process.wait(timeout=100) != 0
     assert psutil.wait_procs(below, timeout=10)[1] == []
     run = RunFolder(suite.run_folder(tmp_path, "embedded/past", 17))
-    assert run.steps()[-1] == len(run.read_metrics()) > 0
+    assert 0 < run.steps()[-1] == len(run.read_metrics()) < 6
     assert not suite.run_folder(tmp_path, "embedded/past", 29).exists()
 
 
