@@ -88,6 +88,8 @@ class Rehearsed:
 def run(args: argparse.Namespace) -> int:
     """`past rehearse`: one after the other; 1 when one failed."""
     names = [found for name in args.recipe for found in _family(name)]
+    for name in names:
+        config.locate(name)
     with _place(args.out) as out:
         return show(Console(), list(rehearse({name: name for name in names}, out, args.overrides, _tell)))
 
