@@ -203,15 +203,16 @@ def _asked_to_end() -> Iterator[None]:
 
 
 def follow() -> None:
-    """Be told to end, as by SIGTERM, when the process that started this one dies, if it asked for that (Linux)."""
+    """Be told to end, as by SIGTERM, when the process that started this one has died, if it asked for that."""
     parent = os.environ.pop(PARENT, "")
-    if not parent or not sys.platform.startswith("linux"):
-        return
-    import ctypes
 
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if str(os.getppid()) != parent:  # it died before this
+    def watch() -> None:
+        while str(os.getppid()) == parent:
+            time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
+
+    if parent:
+        threading.Thread(target=watch, daemon=True, name="past-follow").start()
 
 
 @contextmanager
