@@ -430,7 +430,7 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
         ),
         Command(
             "rehearse",
-            "run a recipe from start to end on this machine, small, with made data",
+            "see a recipe start and end here: small, with a made model and data",
             "paper/past",
             "analysis.rehearse",
             arguments.rehearse,

@@ -58,9 +58,16 @@ def fingerprint(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
-@pytest.mark.parametrize("recipe", OWN)
+@pytest.mark.parametrize(
+    ("recipe", "points"), [("embedded/h2sd", ("drawn", "written")), ("embedded/sd_zero", ("written",))]
+)
 def test_a_kill_before_the_first_cycle_costs_a_batch_and_changes_no_bit(
-    recipe: str, tmp_path: Path, small_recipe, launch: Launcher, monkeypatch: pytest.MonkeyPatch
+    recipe: str,
+    points: tuple[str, ...],
+    tmp_path: Path,
+    small_recipe,
+    launch: Launcher,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(phase1, "BATCH", FEW)
     settings, driver = [*SETTINGS, *OWN[recipe]], tmp_path / "driver.py"
@@ -69,7 +76,7 @@ def test_a_kill_before_the_first_cycle_costs_a_batch_and_changes_no_bit(
     whole = samples(tmp_path / "unbroken")
     last = RunFolder(tmp_path / "unbroken").read_metrics()[-1]
     assert last["cost/phase1_samples"] == last["cost/phase1_verifier_calls"] == whole > 2 * FEW
-    for point in ("drawn", "written"):
+    for point in points:
         folder = tmp_path / point
         ended = launch(1, str(driver), recipe, str(folder), point, "2", *settings)
         assert ended.codes == [-signal.SIGKILL], ended.err
@@ -81,9 +88,7 @@ def test_a_kill_before_the_first_cycle_costs_a_batch_and_changes_no_bit(
         assert fingerprint(folder) == fingerprint(tmp_path / "unbroken")
 
 
-def test_seconds_before_the_first_cycle_are_in_the_first_line(
-    tmp_path: Path, small_recipe, monkeypatch: pytest.MonkeyPatch
-):
+def test_seconds_before_the_first_cycle_are_in_the_first_line(tmp_path: Path, small_recipe):
     recipe = small_recipe("embedded/h2sd", *SETTINGS)
     train(recipe, tmp_path / "hints", False, Quiet(), stop=lambda: True)
     run = RunFolder(tmp_path / "hints")
