@@ -77,7 +77,6 @@ class Loop:
         asked = self.take(k)
         problems = [p for p in asked if self.method.room(p) <= self.max_context]
         attempts = self.attempts(k, asked) if self.method.rollouts else []  # Y ~ p_k(. | X), R = V(X, Y)
-        self.method.meet(self, [a.problem for a in attempts])
         kept = [a for a in attempts if self._fits(a)]
         batch = route(kept, problems)
 
@@ -161,6 +160,7 @@ class Loop:
             for sample in range(copy * n, (copy + 1) * n)
             if len(prompt) + self.rollout.student.max_new_tokens <= self.max_context
         ]
+        self.method.meet(self, [w.problem for w in work])
         return self.attempt(work, self.rollout.student)
 
     def _fits(self, attempt: Attempt) -> bool:

@@ -116,6 +116,7 @@ def ended(processes: list[psutil.Process], seconds: float = 100) -> bool:
     return not any(map(alive, processes))
 
 
+@pytest.mark.slow
 def test_after_a_kill_nobody_lives_on_and_the_suite_ends_with_the_same_table(compared: Path, tmp_path: Path):
     process, below = started(tmp_path)
     process.kill()
@@ -128,6 +129,7 @@ def test_after_a_kill_nobody_lives_on_and_the_suite_ends_with_the_same_table(com
     assert result(tmp_path, ONE) == result(compared, ONE)
 
 
+@pytest.mark.slow
 def test_a_suite_that_is_asked_to_stop_finishes_the_cycle_under_way(tmp_path: Path):
     process, below = started(tmp_path)
     process.send_signal(signal.SIGINT)
@@ -138,6 +140,7 @@ def test_a_suite_that_is_asked_to_stop_finishes_the_cycle_under_way(tmp_path: Pa
     assert not suite.run_folder(tmp_path, "embedded/past", 29).exists()
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_leaves_the_others(compared: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """The first row is there already, the second has no such key, the third's run ends with a message."""
     rows = {"Vanilla OPSD": "embedded/opsd", "GRPO": "embedded/grpo", "PAST": "embedded/past"}

@@ -59,7 +59,11 @@ def fingerprint(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "points"), [("embedded/h2sd", ("drawn", "written")), ("embedded/sd_zero", ("written",))]
+    ("recipe", "points"),
+    [
+        ("embedded/h2sd", ("drawn", "written")),
+        pytest.param("embedded/sd_zero", ("written",), marks=pytest.mark.slow),
+    ],
 )
 def test_a_kill_before_the_first_cycle_costs_a_batch_and_changes_no_bit(
     recipe: str,
