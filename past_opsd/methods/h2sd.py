@@ -151,7 +151,7 @@ class H2sd(Method):
         return head if answer in head else f"{head} {answer}"
 
     def _hint(self, problem: Problem) -> str:
-        """Whatever a cycle meets has one; `past inspect` comes without and shows the column or the fallback."""
+        """Whatever a cycle asks has one; where nothing is sampled, as for a quick look, the column or the fallback."""
         return self._hints.get(problem.id) or given_hint(problem) or self._fallback(problem)
 
     def teacher_view(self, attempt: Attempt) -> View:
