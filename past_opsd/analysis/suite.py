@@ -13,10 +13,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,69 +105,105 @@ def is_done(folder: Path, recipe: Recipe) -> bool:
 
 def run_all(
     suite: Suite, seeds: Sequence[int], out: Path, jobs: int, overrides: Sequence[str], tell: Callable[[str], None]
-) -> None:
-    """Make every run that is not there yet, `jobs` at a time; a failed run stops the suite with its own message."""
-    waiting = []
+) -> dict[str, str]:
+    """Make every run that is not there yet, `jobs` at a time; a recipe whose run fails is returned with the reason."""
+    failed: dict[str, str] = {}
+    waiting: list[tuple[str, int, list[str]]] = []
     for seed in seeds:
         for recipe in dict.fromkeys(suite.rows.values()):
             settings = [f"run.seed={seed}", *overrides]
-            folder = run_folder(out, recipe, seed)
-            if not is_done(folder, config.load(recipe, settings)):
-                waiting.append((recipe, seed, folder, settings))
+            try:
+                if not is_done(run_folder(out, recipe, seed), config.load(recipe, settings)):
+                    waiting.append((recipe, seed, settings))
+            except PastError as error:
+                failed.setdefault(recipe, str(error))
     total, done, began = len(waiting), 0, time.monotonic()
-    running: list[tuple[subprocess.Popen[str], str, int, float]] = []
-    asking = life.interruptible(lambda: f"the {len(running)} runs under way finish their cycle, then a checkpoint")
-    with asking as asked, _ended(running):
-        told = False
-        while running or (waiting and not asked()):
-            life.doing(f"{len(running)} runs under way")
+    running = _Running()
+    asking = life.interruptible(lambda: f"the {running.count} runs under way finish their cycle, then a checkpoint")
+    with asking as asked, ThreadPoolExecutor(jobs) as pool, running:
+        made = {
+            pool.submit(running.make, recipe, run_folder(out, recipe, seed), settings): (recipe, seed)
+            for recipe, seed, settings in waiting
+        }
+        while made:
+            life.doing(f"{running.count} runs under way")
             life.count(done, total, "are done")
-            if asked() and not told:
-                told = True
-                for process, *_ in running:
-                    process.terminate()  # once: it finishes its cycle
-            while waiting and len(running) < jobs and not asked():
-                recipe, seed, folder, settings = waiting.pop(0)
-                running.append((_start(recipe, folder, settings), recipe, seed, time.monotonic()))
-            ended = [item for item in running if item[0].poll() is not None]
-            for item in ended:
-                process, recipe, seed, since = item
-                running.remove(item)
-                _, errors = process.communicate()
-                if asked() and process.returncode in (130, -signal.SIGTERM):
+            if asked():
+                running.end()
+            for future in wait(made, timeout=0.1, return_when=FIRST_COMPLETED).done:
+                recipe, seed = made.pop(future)
+                code, errors, seconds = future.result()
+                if code in (None, 130, -signal.SIGTERM) and asked():
                     continue
-                if process.returncode != 0:
-                    raise PastError(f"{recipe}, seed {seed}: {errors.strip() or f'exit code {process.returncode}'}")
                 done += 1
+                if code:
+                    said = f"seed {seed}: {errors.strip().removeprefix('past: ') or f'exit code {code}'}"
+                    failed.setdefault(recipe, said)
+                    tell(f"{done}/{total} {recipe} failed, {said}")
+                    continue
                 left = (time.monotonic() - began) / done * (total - done)
-                tell(f"{done}/{total} {recipe} seed {seed}: {time.monotonic() - since:.0f} s, about {left:.0f} s left")
-            time.sleep(0.05)
+                tell(f"{done}/{total} {recipe} seed {seed}: {seconds:.0f} s, about {left:.0f} s left")
         if asked():
             raise KeyboardInterrupt
+    return failed
 
 
-@contextmanager
-def _ended(running: Sequence[tuple[subprocess.Popen[str], str, int, float]]) -> Iterator[None]:
-    """Whatever still runs at the end is ended: what it had at its last checkpoint stays."""
-    try:
-        yield
-    finally:
+class _Running:
+    """The processes under way; whatever still runs at the end is ended, and keeps what its last checkpoint has."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[str]] = []
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
         for _ in range(2):  # the second time at once
-            for process, *_ in running:
+            self.end(again=True)
+            time.sleep(0.2 * bool(self.count))
+
+    @property
+    def count(self) -> int:
+        return len(self._processes)
+
+    def make(self, recipe: str, folder: Path, settings: Sequence[str]) -> tuple[int | None, str, float]:
+        """A run in a process of its own: exit code, what it said, seconds; no code where none is started any more."""
+        began = time.monotonic()
+        with self._lock:
+            if self._ended:
+                return None, "", 0.0
+            process = _start(recipe, folder, settings)
+            self._processes.append(process)
+        _, errors = process.communicate()
+        with self._lock:
+            self._processes.remove(process)
+        return process.returncode, errors, time.monotonic() - began
+
+    def end(self, again: bool = False) -> None:
+        """Start no more, and ask those under way to end: once they finish their cycle, asked again they do not."""
+        with self._lock:
+            asking, self._ended = again or not self._ended, True
+            for process in self._processes if asking else ():
                 process.terminate()
-            time.sleep(0.2 * bool(running))
-        for process, *_ in running:
-            process.communicate()
 
 
 def _start(recipe: str, folder: Path, settings: Sequence[str]) -> subprocess.Popen[str]:
     sets = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-m", "past_opsd", "train", recipe, "--out", str(folder), "--resume", *sets]
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), life.SWITCH: "off"}
+    own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), life.SWITCH: "off", life.PARENT: str(os.getpid())}
     group = 0 if os.name == "posix" else None  # its own: a Ctrl-C on the terminal is this process's to pass on
     return subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, process_group=group
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ | own, process_group=group
     )
+
+
+def without(suite: Suite, failed: Mapping[str, str]) -> tuple[Suite, dict[str, str]]:
+    """The suite without the rows whose runs failed, and those by label with the reason; the reference must be there."""
+    missing = {label: failed[recipe] for label, recipe in suite.rows.items() if recipe in failed}
+    rows = {label: recipe for label, recipe in suite.rows.items() if label not in missing}
+    reference = suite.reference if suite.reference in rows else next(iter(rows), suite.reference)
+    return replace(suite, rows=rows, reference=reference), missing
 
 
 def collect(suite: Suite, seeds: Sequence[int], out: Path) -> list[Row]:
@@ -211,8 +248,10 @@ def _means(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {key: float(np.mean([t[key] for t in tables if key in t])) for key in keys}
 
 
-def results(suite: Suite, rows: Sequence[Row], seeds: Sequence[int]) -> dict[str, Any]:
-    """Everything the tables show, as plain data."""
+def results(
+    suite: Suite, rows: Sequence[Row], seeds: Sequence[int], missing: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Everything the tables show, as plain data; `missing` rows by label, with the reason."""
     reference = next(row for row in rows if row.label == suite.reference)
     last = max(reference.evaluations[0])
     first = min(reference.evaluations[0])
@@ -225,6 +264,7 @@ def results(suite: Suite, rows: Sequence[Row], seeds: Sequence[int]) -> dict[str
         "samples": reference.evaluations[0][last].samples,
         "updates": last,
         "rows": [_scores("Base", base, other)],
+        "missing": dict(missing or {}),
     }
     for row in rows:
         at_end = other if row is reference else row.outcomes(max(row.evaluations[0]))

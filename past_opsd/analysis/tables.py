@@ -61,6 +61,7 @@ def scores(result: Result) -> Sheet:
         difference = "" if row["label"] == reference else interval(row["difference"], sign=True, bounds=False)
         values = (*(f"{100 * row['tasks'][t]:.1f}" for t in tasks), f"{100 * row['macro'][0]:.1f}")
         rows.append((row["label"], *values, seeds, difference))
+    rows += [(label, "missing", *[""] * (len(header) - 2)) for label in result.get("missing", {})]
     return Sheet(title, header, rows)
 
 
@@ -112,6 +113,7 @@ def markdown(result: Result) -> str:
     for sheet in sheets(result):
         lines = [sheet.title, "", _md(sheet.header), "|---" + "|---:" * (len(sheet.header) - 1) + "|"]
         parts.append("\n".join([*lines, *(_md(row) for row in sheet.rows)]))
+    parts += [f"{label} is missing: {why}" for label, why in result.get("missing", {}).items()]
     return "\n\n".join(parts) + "\n"
 
 

@@ -69,8 +69,20 @@ def compare(parser: ArgumentParser) -> None:
     parser.add_argument("--family", default="embedded", help="recipe folder of the suite (default embedded)")
     parser.add_argument("--seeds", default="17,29,43", help="training seeds, comma-separated (default 17,29,43)")
     parser.add_argument("--reference", help="row to take differences to (default: the suite's own)")
-    parser.add_argument("--out", type=place, default=Path("runs/compare"), help="folder (default runs/compare)")
+    parser.add_argument("--out", type=place, help="folder (default runs/compare)")
     parser.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one per core)")
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="only see every row start and end, small, with made data and no scores",
+    )
+    _overrides(parser)
+
+
+def rehearse(parser: ArgumentParser) -> None:
+    """`past rehearse`."""
+    parser.add_argument("recipe", nargs="+", help="a shipped recipe, a folder of them (paper) or a .toml file")
+    parser.add_argument("--out", type=place, help="keep the runs in this new folder (default: they are deleted)")
     _overrides(parser)
 
 

@@ -31,6 +31,9 @@ QUICK = frozenset({"recipes", "show", "schema", "completion", "init", "watch", "
 SWITCH = "PAST_LIFE"
 """The environment variable that, set to 'off', silences this."""
 
+PARENT = "PAST_PARENT"
+"""The environment variable with the process that a command ends with."""
+
 _CLEAR = "\r\x1b[K"
 _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _current: Pulse | None = None
@@ -197,6 +200,19 @@ def _asked_to_end() -> Iterator[None]:
     finally:
         for kind in taken:
             signal.signal(kind, signal.SIG_DFL)
+
+
+def follow() -> None:
+    """Be told to end, as by SIGTERM, when the process that started this one has died, if it asked for that."""
+    parent = os.environ.pop(PARENT, "")
+
+    def watch() -> None:
+        while str(os.getppid()) == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if parent:
+        threading.Thread(target=watch, daemon=True, name="past-follow").start()
 
 
 @contextmanager

@@ -51,6 +51,7 @@ class Command:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: a user's mistake is one message and exit code 2, never a stack trace."""
+    life.follow()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started this
@@ -329,19 +330,32 @@ def _compare(args: argparse.Namespace) -> int:
 
     console = Console()
     chosen = suite.find(args.suite, args.family, args.reference)
-    room(args.out, folder=True)
+    if args.rehearse:
+        from past_opsd.analysis import rehearse
+
+        return rehearse.run_suite(chosen, args.out, args.overrides, seeds[0])
+    out = args.out or Path("runs/compare")
+    room(out, folder=True)
     jobs = args.jobs or os.cpu_count() or 1
     again = f"what is done is kept; continue with: {shlex.join([*life.program(), *args.words])}"
     try:
-        suite.run_all(chosen, seeds, args.out, jobs, args.overrides, lambda text: console.print(text, highlight=False))
+        failed = suite.run_all(
+            chosen, seeds, out, jobs, args.overrides, lambda text: console.print(text, highlight=False)
+        )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped; {again}") from None
-    result = suite.results(chosen, suite.collect(chosen, seeds, args.out), seeds)
-    folder = suite.save(args.out, result)
+    there, missing = suite.without(chosen, failed)
+    lines = "\n".join(f"  {label}: {printable(why)}" for label, why in missing.items())
+    if not there.rows:
+        raise PastError(f"no row could be made:\n{lines}")
+    result = suite.results(there, suite.collect(there, seeds, out), seeds, missing)
+    folder = suite.save(out, result)
     for sheet in tables.sheets(result):
         console.print(tables.terminal(sheet))
     console.print(f"results.json, tables.md, tables.tex: {folder}", highlight=False, soft_wrap=True)
-    return 0
+    if missing:
+        print(f"past: {len(missing)} of {len(chosen.rows)} rows are missing:\n{lines}\n{again}", file=sys.stderr)
+    return 1 if missing else 0
 
 
 def _seeds(text: str) -> list[int]:
@@ -413,6 +427,13 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
             "interface.doctor",
             arguments.doctor,
             recipe=True,
+        ),
+        Command(
+            "rehearse",
+            "see a recipe start and end here: small, with a made model and data",
+            "paper/past",
+            "analysis.rehearse",
+            arguments.rehearse,
         ),
         Command(
             "compare",

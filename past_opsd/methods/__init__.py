@@ -16,12 +16,16 @@ from past_opsd.core.sampler import Round
 
 
 class Tools(Protocol):
-    """What a method may use before the first cycle."""
+    """What a method may use before the first cycle, and before it reads problems that nobody foresaw."""
 
     seed: int
     problems: Sequence[Problem]
     prompts: Prompts
     max_context: int
+
+    def upcoming(self) -> list[Problem]:
+        """The problems of the run's cycles, each once, in the order in which they come."""
+        ...
 
     def attempt(self, work: Sequence[Work], sampling: Sampling) -> list[Attempt]:
         """Sample and verify with the adapters as they are now."""
@@ -73,6 +77,9 @@ class Method:
 
     def prepare(self, tools: Tools) -> None:
         """Work before the first cycle: a first training phase, offline hints. Part of boundary 0."""
+
+    def meet(self, tools: Tools, problems: Sequence[Problem]) -> None:
+        """Make what reading attempts at these problems needs; mostly `prepare` has, for all of `tools.upcoming()`."""
 
     def room(self, problem: Problem) -> int:
         """Tokens that training on the problem itself needs, where nothing is sampled; longer ones are dropped."""

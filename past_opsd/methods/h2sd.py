@@ -9,7 +9,8 @@
 
 A group of successes alone has A = 0 and adds nothing, yet counts in the mean; a group of failures alone is distilled.
 The teacher only re-scores the student's own tokens, with the initial weights (the bare base, adapters off). Hints are
-made once, before the first cycle. No code of the method is public; docs/methods/h2sd.md says what is known.
+made before the first cycle, once for each problem that the run will meet. No code of the method is public;
+docs/methods/h2sd.md says what is known.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ COUNTS = (
 class Options(MethodOptions):
     """H2SD, a reconstruction."""
 
-    former = ("epsilon",)
+    former = ("epsilon", "hint_limit")
 
     strength: float = Field(
         default=0.5, ge=0, le=1, description="lam: how far the rephrasing view scales the advantage"
@@ -73,9 +74,6 @@ class Options(MethodOptions):
     punish_failures: bool = Field(default=False, description="failures also take their group's negative advantage")
     temperature: float = Field(default=1.0, gt=0, description="both views' logits are divided by this in the KL")
     hint_tries: int = Field(default=4, ge=0, description="responses in which the base may write a hint that verifies")
-    hint_limit: int = Field(
-        default=1000, ge=0, description="most problems without a hint column for which hints are written"
-    )
     fallback_tokens: int = Field(default=256, ge=1, description="tokens of the reference that stand in for a hint")
 
     @property
@@ -114,29 +112,35 @@ class H2sd(Method):
         return self._o.strength * max(0.0, 1 - self._cycle / self._o.strength_cycles)
 
     def prepare(self, tools: Tools) -> None:
-        """A hint for every problem: its column, else one the base writes and the verifier confirms, else a fallback."""
-        pending = [p for p in tools.problems if not given_hint(p)]
-        if len(pending) > self._o.hint_limit:
-            raise PastError(
-                f"{len(pending)} training problems have no hint and method.hint_limit is {self._o.hint_limit}: "
-                "raise it to have the base write them all before the first cycle, or bring a 'hint' column"
-            )
-        self._counts["hints/column"] = len(tools.problems) - len(pending)
+        """A hint for every problem that the run will meet."""
+        self.meet(tools, tools.upcoming())
+
+    def meet(self, tools: Tools, problems: Sequence[Problem]) -> None:
+        """A hint for each: its column, else one the base writes and the verifier confirms, else a fallback."""
+        new = {p.id: p for p in problems if p.id not in self._hints}
+        column = {p.id: hint for p in new.values() if (hint := given_hint(p))}
+        own = self._written(tools, [p for p in new.values() if p.id not in column])
+        fallback = {p.id: self._fallback(p) for p in new.values() if p.id not in column | own}
+        for name, hints in (("column", column), ("own", own), ("fallback", fallback)):
+            self._counts[f"hints/{name}"] += len(hints)
+            self._hints |= hints
+
+    def _written(self, tools: Tools, pending: Sequence[Problem]) -> dict[str, str]:
+        """By problem the first response of the base that verifies, of so many as the recipe allows."""
+        hints: dict[str, str] = {}
+        limit = tools.max_context - self._rollout.teacher.max_new_tokens
         for n in range(self._o.hint_tries):
             work = [
                 Work(p, View("base", self._prompts.write_hint(p)), derive_seed(tools.seed, p.id, "hint", n))
                 for p in pending
+                if p.id not in hints
             ]
-            limit = tools.max_context - self._rollout.teacher.max_new_tokens
             written = tools.attempt([w for w in work if len(w.view.prompt) <= limit], self._rollout.teacher)
             self._counts["cost/phase1_samples"] += len(written)
             self._counts["cost/phase1_tokens"] += sum(len(a.response.tokens) for a in written)
             self._counts["cost/phase1_verifier_calls"] += len(written)
-            self._hints |= {a.problem.id: after_thinking(a.response.text) for a in written if a.verdict.correct}
-            pending = [p for p in pending if p.id not in self._hints]
-        self._counts["hints/own"] = len(self._hints)
-        self._counts["hints/fallback"] = len(pending)
-        self._hints |= {p.id: self._fallback(p) for p in pending}
+            hints |= {a.problem.id: after_thinking(a.response.text) for a in written if a.verdict.correct}
+        return hints
 
     def _fallback(self, problem: Problem) -> str:
         """The beginning of the reference, and the answer."""
@@ -147,8 +151,8 @@ class H2sd(Method):
         return head if answer in head else f"{head} {answer}"
 
     def _hint(self, problem: Problem) -> str:
-        """After `prepare` every problem has one; `past inspect` comes without and shows the fallback."""
-        return given_hint(problem) or self._hints.get(problem.id) or self._fallback(problem)
+        """Whatever a cycle asks has one; where nothing is sampled, as for a quick look, the column or the fallback."""
+        return self._hints.get(problem.id) or given_hint(problem) or self._fallback(problem)
 
     def teacher_view(self, attempt: Attempt) -> View:
         """A verified response to rephrase, or the hint."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from past_opsd.run.evaluate import Evaluation
 
 RECIPE, METRICS, TIMINGS = "recipe.toml", "metrics.jsonl", "timings.jsonl"
-ROLLOUTS, CONTINUATIONS = "rollouts", "continuations"
+ROLLOUTS, CONTINUATIONS, PHASE1 = "rollouts", "continuations", "phase1"
 EVALUATIONS, CHECKPOINTS, PROBES, PROFILE, REPORT = "evaluations", "checkpoints", "probes", "profile", "report"
 DATA, COMPLETIONS, EXPORT, MERGED = "data", "completions", "export", "export-merged"
 TENSORBOARD, TRACKERS = "tensorboard", "trackers.json"
@@ -74,6 +74,13 @@ LAYOUT = (
         rf"cycle-{_NUMBER}\.parquet",
         "cycle-00003.parquet",
         "the teacher's responses of a cycle, with the trajectory that each continues",
+        "`past train`",
+    ),
+    Entry(
+        PHASE1,
+        rf"[0-9a-f]{{32}}\.parquet|{re.escape(TIMINGS)}",
+        "",
+        "what a method sampled before the first cycle, batch by batch, and the seconds that it took",
         "`past train`",
     ),
     Entry(
@@ -129,9 +136,13 @@ LAYOUT = (
     Entry("trackio", r".+", "", "what that tracker keeps", "`past train --track`", foreign=True),
     Entry(lock.NAME, "", "", "who writes the folder now", "`past train`"),
 )
-TRAINED = frozenset({RECIPE, METRICS, TIMINGS, ROLLOUTS, CONTINUATIONS, EVALUATIONS, CHECKPOINTS, PROBES, lock.NAME})
+TRAINED = frozenset(
+    {RECIPE, METRICS, TIMINGS, ROLLOUTS, CONTINUATIONS, PHASE1, EVALUATIONS, CHECKPOINTS, PROBES, lock.NAME}
+)
 """What training and looking into a run leave."""
-RECORDS = frozenset({CHECKPOINTS, EVALUATIONS, ROLLOUTS, CONTINUATIONS, PROBES, REPORT, PROFILE, DATA, COMPLETIONS})
+RECORDS = frozenset(
+    {CHECKPOINTS, EVALUATIONS, ROLLOUTS, CONTINUATIONS, PHASE1, PROBES, REPORT, PROFILE, DATA, COMPLETIONS}
+)
 """The folders in which nothing else may be put."""
 REPORTED = (RECIPE, METRICS, TIMINGS, f"{EVALUATIONS}/*.json", f"{PROBES}/*.json")
 """What a report is drawn from, as patterns of `glob`."""
@@ -214,6 +225,14 @@ class RunFolder:
     def completions(self) -> Series:
         return Series(self.path / COMPLETIONS, "completions_", ".parquet")
 
+    def phase1_batch(self, digest: str) -> Path:
+        """Where a batch of samples from before the first cycle is, or would be."""
+        return self.path / PHASE1 / f"{digest}.parquet"
+
+    @property
+    def phase1_timings(self) -> Path:
+        return self.path / PHASE1 / TIMINGS
+
     @property
     def evaluations(self) -> Series:
         return Series(self.path / EVALUATIONS, "step-", ".json")
@@ -276,7 +295,7 @@ class RunFolder:
 
     def rewind(self, next_cycle: int) -> None:
         """Forget everything from `next_cycle` on: a cycle after the last boundary leaves no trace."""
-        for name in ("", ROLLOUTS, CONTINUATIONS, EVALUATIONS, PROFILE):
+        for name in ("", ROLLOUTS, CONTINUATIONS, PHASE1, EVALUATIONS, PROFILE):
             sweep(self.path / name)
         for file in (self.metrics_file, self.timings_file):
             if os.path.lexists(file):
@@ -312,7 +331,7 @@ class RunFolder:
         return read_lines(self.timings_file)
 
     def add_line(self, file: Path, line: Mapping[str, Any]) -> None:
-        """To the metrics or the timings, on the disk itself: the checkpoint that follows must not be there first."""
+        """To the metrics or to timings, on the disk itself: the checkpoint that follows must not be there first."""
         append(file, json.dumps(line) + "\n")
         with writing(file):
             sync(file)

@@ -33,6 +33,10 @@ class Learner(Protocol):
     def reset(self, adapter: Adapter) -> None: ...
 
 
+Draw = Callable[[Sequence[Work], Sampling], list[Attempt]]
+Door = Callable[[Draw, Sequence[Work], Sampling], list[Attempt]]
+
+
 @dataclass(frozen=True)
 class Cycle:
     """What one cycle leaves for the records."""
@@ -56,6 +60,9 @@ class Loop:
     lab: Lab
     learner: Learner
     max_context: int
+    cycles: int
+    door: Door = lambda draw, work, sampling: draw(work, sampling)
+    """Through which samples come; before the first cycle `phase1.py` keeps them there."""
 
     def cycle(self, k: int, phase: Callable[[str], None] = lambda name: None) -> Cycle:
         """One cycle, from p_k and q_k to p_{k+1} and q_{k+1}; no prompt is rendered twice."""
@@ -106,6 +113,9 @@ class Loop:
 
     def attempt(self, work: Sequence[Work], sampling: Sampling) -> list[Attempt]:
         """Sample and verify with the adapters as they are now."""
+        return self.door(self._attempt, work, sampling)
+
+    def _attempt(self, work: Sequence[Work], sampling: Sampling) -> list[Attempt]:
         return self.lab.attempt(work, sampling, self.learner.versions)
 
     def step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]:
@@ -134,6 +144,10 @@ class Loop:
         }
         return [self.problems[orders[p // n][p % n]] for p in positions]
 
+    def upcoming(self) -> list[Problem]:
+        """The problems of all cycles, each once, in the order in which they come."""
+        return list({p.id: p for k in range(self.cycles) for p in self.take(k)}.values())
+
     def attempts(self, k: int, problems: Sequence[Problem]) -> list[Attempt]:
         """[eq:on-policy-rollout]: the student's complete responses of cycle k, sampled from X alone and verified."""
         n = self.rollout.samples_per_problem
@@ -146,6 +160,7 @@ class Loop:
             for sample in range(copy * n, (copy + 1) * n)
             if len(prompt) + self.rollout.student.max_new_tokens <= self.max_context
         ]
+        self.method.meet(self, [w.problem for w in work])
         return self.attempt(work, self.rollout.student)
 
     def _fits(self, attempt: Attempt) -> bool:

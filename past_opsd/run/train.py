@@ -27,7 +27,7 @@ from past_opsd.policy.distributed import World
 from past_opsd.policy.model import Model
 from past_opsd.rollout.lab import Lab
 from past_opsd.rollout.verifiers import Verifier
-from past_opsd.run import checkpoint, evaluate, ledger
+from past_opsd.run import checkpoint, evaluate, ledger, phase1
 from past_opsd.run.evaluate import evaluation_steps
 from past_opsd.run.folder import RunFolder
 from past_opsd.run.health import Watcher, counted, droughts, entropy_health, evaluation_alarms, health
@@ -142,7 +142,9 @@ def assemble(
     learner = Learner(model, recipe.learner, recipe.run.cycles)
     around = nullcontext if getattr(engine, "own_weights", False) else model.gathered
     lab = Lab(engine, cast(Verifier, verifier), world=world, around=around, tell=life.count)
-    loop = Loop(recipe.run.seed, recipe.rollout, problems, prompts, method, lab, learner, model.max_context)
+    loop = Loop(
+        recipe.run.seed, recipe.rollout, problems, prompts, method, lab, learner, model.max_context, recipe.run.cycles
+    )
     loop.publish()
     life.doing("at work")
     return Session(recipe, model, learner, loop, task, (*notes, *task.notes))
@@ -246,7 +248,8 @@ def train(
                 cycle = parts.loop.cycle(k, clock.phase)
             clock.stop()
             if recorder is not None:
-                metrics = _record(recorder, k, cycle, parts.ledger.costs, clock)
+                seconds = clock.seconds(k) | (phase1.seconds(run) if k == 0 else {})
+                metrics = _record(recorder, k, cycle, parts.ledger.costs, seconds)
                 for warning in watcher.see(metrics):
                     display.note(f"cycle {k}: {warning}")
                 display.cycle(k, metrics)
@@ -288,10 +291,12 @@ def _same_setup(parts: Session) -> None:
             raise PastError(f"rank {rank} has another setup than rank 0:\n{lines}")
 
 
-def _record(recorder: Recorder, k: int, cycle: Cycle, totals: dict[str, int], clock: Clock) -> dict[str, float]:
+def _record(
+    recorder: Recorder, k: int, cycle: Cycle, totals: dict[str, int], seconds: dict[str, float]
+) -> dict[str, float]:
     for name, count in _costs(cycle).items():
         totals[name] = totals.get(name, 0) + count
-    return recorder.cycle(k, cycle, totals, clock.seconds(k))
+    return recorder.cycle(k, cycle, totals, seconds)
 
 
 def _enough(recipe: Recipe, problems: int) -> None:
@@ -318,7 +323,8 @@ def _begin(parts: Session, run: RunFolder) -> None:
     torch.manual_seed(derive_seed(parts.recipe.run.seed, "torch") >> 1)
     if parts.world.first:
         run.write_recipe(parts.recipe)
-    parts.loop.prepare()
+    with phase1.kept(run, parts.loop, parts.world, parts.identity):
+        parts.loop.prepare()
     _evaluate(parts, run, 0, None)
     _checkpoint(parts, run, 0)
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,9 +16,10 @@ from conftest import SMALL, Quiet
 from past_opsd.analysis import suite, tables
 from past_opsd.core import config
 from past_opsd.core.nouns import PastError
+from past_opsd.run.folder import RunFolder
 from past_opsd.run.train import train
 
-FAST = [*SMALL, "run.cycles=2", "evaluation.at=[0.0, 0.5, 1.0]"]
+FAST = [*SMALL, "run.cycles=6", "evaluation.at=[0.0, 0.5, 1.0]"]
 SEEDS = [17, 29]
 TWO = suite.Suite("two", "Two rows", "Vanilla OPSD", {"Vanilla OPSD": "embedded/opsd", "PAST": "embedded/past"})
 ONE = suite.Suite("one", "One row", "PAST", {"PAST": "embedded/past"})
@@ -69,14 +72,14 @@ def test_results_hold_scores_curves_costs_and_intervals(compared: Path):
     base, opsd, past = found["rows"]
     assert opsd["difference"] == [0.0, 0.0, 0.0]
     for row in (opsd, past):
-        assert list(row["curve"]) == [0, 1, 2]
+        assert list(row["curve"]) == [0, 3, 6]
         assert row["curve"][0] == pytest.approx(base["macro"][0])
-        assert row["curve"][2] == pytest.approx(row["macro"][0])
+        assert row["curve"][6] == pytest.approx(row["macro"][0])
         assert len(row["by_seed"]) == 2
         assert row["difference"][1] <= row["difference"][0] <= row["difference"][2]
-    assert opsd["costs"]["student_samples"] == 12
-    assert opsd["costs"]["verifier_calls"] == 12
-    assert past["costs"]["verifier_calls"] == 12 + past["costs"]["teacher_samples"]
+    assert opsd["costs"]["student_samples"] == 36
+    assert opsd["costs"]["verifier_calls"] == 36
+    assert past["costs"]["verifier_calls"] == 36 + past["costs"]["teacher_samples"]
     assert past["diagnostics"]["mixed"] + past["diagnostics"]["skipped"] <= 1 + 1e-9
 
 
@@ -86,28 +89,80 @@ def test_a_finished_suite_runs_nothing_again(compared: Path):
     assert told == []
 
 
-@pytest.mark.slow
-def test_after_a_kill_the_suite_ends_with_the_same_table(compared: Path, tmp_path: Path):
+def started(out: Path) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
+    """A suite in a process of its own, in the midst of its first run, and the processes of that run."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    process = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], env=environment, start_new_session=True)
-    first = suite.run_folder(tmp_path, "embedded/past", 17) / "metrics.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", DRIVER, str(out)], env=environment, start_new_session=True)
+    first = suite.run_folder(out, "embedded/past", 17) / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not first.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    driver = psutil.Process(process.pid)
-    for each in (driver, *driver.children(recursive=True)):  # the machine's power goes: nobody lives on
-        each.kill()
-    process.wait()
     assert first.exists()
+    return process, psutil.Process(process.pid).children(recursive=True)
+
+
+def alive(process: psutil.Process) -> bool:
+    """Not so one that has ended and that nobody has asked for yet."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ended(processes: list[psutil.Process], seconds: float = 100) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(map(alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(alive, processes))
+
+
+@pytest.mark.slow
+def test_after_a_kill_nobody_lives_on_and_the_suite_ends_with_the_same_table(compared: Path, tmp_path: Path):
+    process, below = started(tmp_path)
+    process.kill()
+    process.wait()
+    assert below
+    assert ended(below)
+    assert 0 < RunFolder(suite.run_folder(tmp_path, "embedded/past", 17)).steps()[-1] < 6
     assert not suite.run_folder(tmp_path, "embedded/past", 29).exists()
-    suite.run_all(ONE, SEEDS, tmp_path, 1, FAST, lambda text: None)
+    assert suite.run_all(ONE, SEEDS, tmp_path, 1, FAST, lambda text: None) == {}
     assert result(tmp_path, ONE) == result(compared, ONE)
 
 
-def test_a_failing_run_stops_the_suite_with_its_message(tmp_path: Path):
-    broken = suite.Suite("one", "One row", "PAST", {"PAST": "embedded/past"})
-    with pytest.raises(PastError, match=r"embedded/past, seed 17: past: rollout\.problems_per_cycle = 99"):
-        suite.run_all(broken, [17], tmp_path, 1, [*FAST, "rollout.problems_per_cycle=99"], lambda text: None)
+@pytest.mark.slow
+def test_a_suite_that_is_asked_to_stop_finishes_the_cycle_under_way(tmp_path: Path):
+    process, below = started(tmp_path)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=100) != 0
+    assert ended(below)
+    run = RunFolder(suite.run_folder(tmp_path, "embedded/past", 17))
+    assert 0 < run.steps()[-1] == len(run.read_metrics()) < 6
+    assert not suite.run_folder(tmp_path, "embedded/past", 29).exists()
+
+
+@pytest.mark.slow
+def test_a_row_that_fails_leaves_the_others(compared: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """The first row is there already, the second has no such key, the third's run ends with a message."""
+    rows = {"Vanilla OPSD": "embedded/opsd", "GRPO": "embedded/grpo", "PAST": "embedded/past"}
+    out = tmp_path / "out"
+    shutil.copytree(suite.run_folder(compared, "embedded/opsd", 17), suite.run_folder(out, "embedded/opsd", 17))
+    folder = suite.run_folder(out, "embedded/past", 17)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"cycle": 0}\n')  # of a run without checkpoints
+    three = suite.Suite("three", "Three rows", "PAST", rows)
+    told: list[str] = []
+    settings = [*FAST, "method.tau=0.05"]
+    failed = suite.run_all(three, [17], out, 2, settings, told.append)
+    assert list(failed) == ["embedded/grpo", "embedded/past"]
+    assert "method.tau: unknown key" in failed["embedded/grpo"]
+    assert failed["embedded/past"].startswith(f"seed 17: {folder} holds records of a run")
+    assert [text.partition(",")[0] for text in told] == ["1/1 embedded/past failed"]
+    there, missing = suite.without(three, failed)
+    assert (list(there.rows), there.reference, list(missing)) == (["Vanilla OPSD"], "Vanilla OPSD", ["GRPO", "PAST"])
+    found = suite.results(there, suite.collect(there, [17], out), [17], missing)
+    text = tables.markdown(found)
+    assert "| GRPO | missing |" in text
+    assert "PAST is missing: seed 17: " in text
 
 
 def test_tables_in_three_forms(compared: Path, tmp_path: Path):

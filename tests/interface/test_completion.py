@@ -31,6 +31,7 @@ def test_recipes_and_choices_and_subcommands():
     assert complete("train", "") == config.shipped()
     assert complete("show", "paper/pas") == ["paper/past", "paper/past_4b"]
     assert complete("train", "--set", "run.seed=1", "embedded/past", "--res") == ["--resume"]
+    assert complete("rehearse", "paper/past", "paper/pas") == ["paper/past", "paper/past_4b"]
     assert complete("models", "") == ["check", "list", "pull"]
     assert complete("models", "check", "x", "--recipe", "embedded/past") == ["embedded/past"]
     assert complete("models", "pull", "--w") == ["--wheel"]

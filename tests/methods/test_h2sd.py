@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import naive
 import pytest
@@ -15,10 +17,12 @@ from past_opsd.core.losses import ModulatedReinforce, Reinforce, Stay
 from past_opsd.core.nouns import Adapter, Attempt, PastError, Problem, Response, Term, Verdict, View, route
 from past_opsd.core.prompts import Prompts
 from past_opsd.learner import stack_jobs
-from past_opsd.methods.h2sd import H2sd
+from past_opsd.methods.h2sd import H2sd, given_hint
 from past_opsd.rollout.lab import Work
 from past_opsd.run.resume import differences
 from past_opsd.run.train import Session, session
+from past_opsd.tasks._columns import load
+from past_opsd.tasks.dataset import training
 
 PROBLEM = Problem("p", "6*7*3*4", "2, 6, 4, \\boxed{4}", "4")
 OTHER = Problem("o", "1+2+3", "3, 6, \\boxed{6}", "6")
@@ -151,6 +155,9 @@ class Bench:
     asked: list[list[Work]] = field(default_factory=list)
     samplings: list[Sampling] = field(default_factory=list)
 
+    def upcoming(self) -> list[Problem]:
+        return list(self.problems)
+
     def attempt(self, work: Sequence[Work], sampling: Sampling) -> list[Attempt]:
         self.asked.append(list(work))
         self.samplings.append(sampling)
@@ -219,20 +226,23 @@ def test_a_column_is_taken_as_it_is_and_asks_nobody(h2sd: Session):
     given = replace(PROBLEM, extra={"hint": "2, 6, "})
     blank = replace(OTHER, extra={"hint": " "})
     bench = Bench(h2sd.loop.prompts, [given, blank], lambda problem, n: ("3, ", True))
-    made = method(h2sd, "method.hint_limit=1")
+    made = method(h2sd)
     made.prepare(bench)
     assert [w.problem.id for round_ in bench.asked for w in round_] == ["o"]
     assert hinted(h2sd, made, given) == "2, 6,"
     assert made.metrics()["hints/column"] == made.metrics()["hints/own"] == 1
     with pytest.raises(PastError, match=r"problem p: its hint must be a text, found \['2'\]"):
-        made.prepare(Bench(h2sd.loop.prompts, [replace(PROBLEM, extra={"hint": ["2"]})], lambda *_: ("", True)))
+        method(h2sd).prepare(Bench(h2sd.loop.prompts, [replace(PROBLEM, extra={"hint": ["2"]})], lambda *_: ("", True)))
 
 
-def test_too_many_problems_without_hint_are_refused(h2sd: Session):
-    bench = Bench(h2sd.loop.prompts, [PROBLEM, OTHER], lambda *_: ("3, ", True))
-    with pytest.raises(PastError, match=r"2 training problems have no hint and method\.hint_limit is 1: raise it"):
-        method(h2sd, "method.hint_limit=1").prepare(bench)
-    assert bench.asked == []
+def test_a_problem_that_nobody_foresaw_gets_its_hint_when_it_is_met(h2sd: Session):
+    made = method(h2sd)
+    bench = Bench(h2sd.loop.prompts, [PROBLEM], lambda problem, n: (f"{problem.id}, ", True))
+    made.prepare(bench)
+    made.meet(bench, [PROBLEM, OTHER, OTHER])
+    assert [[w.problem.id for w in round_] for round_ in bench.asked if round_] == [["p"], ["o"]]
+    assert made.state()["hints"] == {"p": "p,", "o": "o,"}
+    assert made.metrics()["hints/own"] == made.metrics()["cost/phase1_samples"] == 2
 
 
 def test_thinking_is_no_part_of_a_hint(h2sd: Session):
@@ -258,17 +268,31 @@ def test_the_fallback_is_the_references_beginning_and_the_answer(h2sd: Session, 
     assert made.metrics()["cost/phase1_samples"] == 0
 
 
-def test_the_embedded_base_writes_hints_that_verify(small_recipe):
+def test_the_embedded_base_writes_hints_that_verify_for_the_problems_of_the_run(small_recipe):
     with session(small_recipe("embedded/h2sd", *GROUPS)) as parts:
         parts.loop.prepare()
-        made, problems = parts.loop.method, parts.loop.problems
+        made, problems = parts.loop.method, parts.loop.upcoming()
         metrics, hints = made.metrics(), made.state()["hints"]
-        assert metrics["hints/own"] + metrics["hints/fallback"] == len(problems) == len(hints)
-        assert metrics["hints/own"] > 0.8 * len(problems)
-        assert len(problems) < metrics["cost/phase1_samples"] <= 4 * len(problems)
-        answers = [(p, Response((), hints[p.id], (), True)) for p in problems]
+        assert sorted(hints) == sorted(p.id for k in range(3) for p in parts.loop.take(k))
+        assert metrics["hints/own"] + metrics["hints/fallback"] == len(hints) == 9 < len(parts.loop.problems)
+        assert metrics["hints/own"] > 0.7 * len(hints)
+        assert len(hints) <= metrics["cost/phase1_samples"] <= 4 * len(hints)
+        own = [p for p in problems if hints[p.id] != made._fallback(p)]  # pyright: ignore[reportAttributeAccessIssue]
+        answers = [(p, Response((), hints[p.id], (), True)) for p in own]
         assert all(v.correct for v in parts.loop.lab.verifier.verify(answers))
         assert parts.learner.steps == {"student": 0, "teacher": 0}
+
+
+def test_the_papers_recipe_reads_a_users_column(tmp_path: Path):
+    file = tmp_path / "train.jsonl"
+    rows = [
+        {"problem": "1 + 1", "solution": "\\boxed{2}", "hint": "add", "source": "x"},
+        {"problem": "2", "solution": "2 \\boxed{2}"},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = load(str(file), training(config.load("paper/h2sd").task)).problems
+    assert [given_hint(p) for p in problems] == ["add", ""]
+    assert [list(p.extra) for p in problems] == [["hint"], []]
 
 
 # The whole cycle.

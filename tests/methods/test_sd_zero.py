@@ -48,6 +48,9 @@ class Fake:
     asked: list[list[Work]] = field(default_factory=list)
     calls: list[tuple] = field(default_factory=list)
 
+    def upcoming(self):
+        return list(self.problems)
+
     def attempt(self, work, sampling):
         self.asked.append(list(work))
         assert sampling.max_new_tokens == 34

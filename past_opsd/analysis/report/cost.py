@@ -26,6 +26,7 @@ NEGLIGIBLE = 0.001
 ROLE_COLOURS = {"student": STUDENT, "teacher": TEACHER, "phase 1": NEUTRAL}
 # In the order of a cycle: the student's phases in slate, the teacher's in sand, what is neither in grey.
 PHASES = {
+    "phase1": NEUTRAL_SOFT,
     "rollout": STUDENT,
     "verify": NEUTRAL,
     "draw": TEACHER,
