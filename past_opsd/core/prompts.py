@@ -95,7 +95,7 @@ class Prompts:
         return self._render("evaluation", self._section.evaluation_kwargs, problem=problem.text)
 
     def reference(self, problem: Problem) -> Tokens:
-        """(X, Z): Vanilla OPSD's teacher."""
+        """(X, Z): Vanilla OPSD's teacher, and PAST's where it reads no trajectory."""
         kwargs = self._section.teacher_kwargs
         return self._render("reference", kwargs, problem=problem.text, reference_solution=problem.solution)
 
@@ -106,7 +106,7 @@ class Prompts:
         return self._render("hindsight", self._section.teacher_kwargs, **fields)
 
     def removed(self, problem: Problem) -> Tokens:
-        """The hindsight message with the attempt taken out."""
+        """The hindsight message with the attempt taken out: a perturbation that `past probe` makes; nobody trains on it."""
         kwargs = self._section.teacher_kwargs
         return self._render("removed", kwargs, problem=problem.text, reference_solution=problem.solution)
 

@@ -110,11 +110,11 @@ class Past(Method):
         self.explores = options.train_teacher and options.branches != "correct"
 
     def teacher_view(self, attempt: Attempt) -> View:
-        """q(. | H_t, U): problem, complete response and reference; never the outcome."""
+        """q(. | H_t, U): problem, complete response and reference; without the response, Vanilla OPSD's message."""
         if self._o.trajectory:
             prompt = self._prompts.hindsight(attempt.problem, attempt.response.text)
         else:
-            prompt = self._prompts.removed(attempt.problem)
+            prompt = self._prompts.reference(attempt.problem)
         return View("teacher" if self._o.train_teacher else "base", prompt)
 
     def explore(self, failed: Sequence[Attempt], draw: Round) -> list[Group]:

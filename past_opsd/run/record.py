@@ -27,9 +27,10 @@ class Recorder:
     def cycle(self, k: int, cycle: Cycle, totals: Mapping[str, int], seconds: Mapping[str, float]) -> dict[str, float]:
         """Record cycle k; returns its metrics line."""
         rollouts = [row(k, a, cycle.versions, i, False) for i, a in enumerate(cycle.batch.attempts)]
+        places = {id(a): i for i, a in enumerate(cycle.batch.attempts)}
         continuations = [
-            row(k, c, cycle.versions, trajectory, discarded)
-            for trajectory, group in enumerate(cycle.groups, len(cycle.batch.correct))  # failed ones come last
+            row(k, c, cycle.versions, places[id(group.attempt)], discarded)
+            for group in cycle.groups
             for discarded, drawn in ((True, group.discarded), (False, group.continuations))
             for c in drawn
         ]
@@ -107,10 +108,10 @@ def peak_memory() -> float:
 
 def summarise(cycle: Cycle) -> dict[str, float]:
     """The cycle's numbers beside the learner's diagnostics."""
-    attempts = cycle.batch.attempts
+    attempts = cycle.sampled
     lengths = [len(a.response.tokens) for a in attempts]
     drawn = [c for group in cycle.groups for c in group.drawn]
-    out: dict[str, float] = {"rollout/dropped": cycle.dropped}
+    out: dict[str, float] = {"rollout/sampled": len(attempts), "rollout/dropped": cycle.dropped}
     if attempts:
         out |= {
             "rollout/success": _mean([a.verdict.correct for a in attempts]),
@@ -119,6 +120,8 @@ def summarise(cycle: Cycle) -> dict[str, float]:
             "rollout/empty": _mean([not a.response.text.strip() for a in attempts]),
         }
     out |= {f"rollout/reason/{r}": n for r, n in sorted(Counter(a.verdict.reason for a in attempts).items())}
+    if cycle.groups or cycle.unexplored:
+        out["failed/unexplored"] = cycle.unexplored
     if cycle.groups:
         n = len(cycle.groups)
         out |= {

@@ -96,7 +96,7 @@ def test_factorial_cells(past: Session):
     assert only_trajectory.teacher_view(a) == View("base", past.loop.prompts.hindsight(PROBLEM, a.response.text))
     assert only_trajectory.teacher_terms(Batch((a,), ()), []) == []
     only_adapted = method(past, "method.trajectory=false")
-    assert only_adapted.teacher_view(a) == View("teacher", past.loop.prompts.removed(PROBLEM))
+    assert only_adapted.teacher_view(a) == View("teacher", past.loop.prompts.reference(PROBLEM))
 
 
 def test_branches(past: Session):
