@@ -83,7 +83,7 @@ class Method:
         return attempt.view
 
     def explore(self, failed: Sequence[Attempt], draw: Round) -> list[Group]:
-        """Teacher continuations for the failed attempts that leave room for one, a `Group` each; [] where none are drawn."""
+        """Teacher continuations for the failed attempts with room for one, a `Group` each; [] where none are drawn."""
         return []
 
     def teacher_terms(self, batch: Batch, groups: Sequence[Group]) -> list[Term]:

@@ -7,7 +7,7 @@ after it moved (q_{k+1}). Nothing outlives a cycle but its records; checkpoints 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -86,10 +86,10 @@ class Loop:
             raise PastError("explore() of the method must give a Group for every attempt given, in order, or none")
 
         phase("adapt")
-        metrics = self.learner.step("teacher", self.method.teacher_terms(batch, groups))
+        metrics = self._step("teacher", self.method.teacher_terms(batch, groups))
 
         phase("distill")
-        metrics |= self.learner.step("student", self.method.student_terms(batch))
+        metrics |= self._step("student", self.method.student_terms(batch))
 
         phase("publish")
         share = self.method.sync()
@@ -102,6 +102,23 @@ class Loop:
         unexplored = len(batch.failed) - len(open_) if self.method.explores else 0
         metrics |= self.method.metrics() | self.lab.engine.metrics()
         return Cycle(batch, groups, tuple(sampled), dropped, unexplored, versions, metrics)
+
+    def _step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]:
+        """One optimizer step, and how many positions its terms with two views supervise and leave out."""
+        aligned = [self.align(term) for term in terms]
+        compared = [term for term in aligned if term.frozen is not None]
+        metrics = self.learner.step(phase, [term for term in aligned if term.supervised])
+        if compared:
+            metrics[f"{phase}/supervised"] = sum(term.supervised for term in compared)
+            metrics[f"{phase}/unaligned"] = sum(term.start for term in compared)
+        return metrics
+
+    def align(self, term: Term) -> Term:
+        """The term from the first token on that both of its views predict from the same place of the answer."""
+        if term.frozen is None:
+            return term
+        start = self.prompts.aligned_from(term.live.prompt, term.frozen.prompt, term.tokens)
+        return replace(term, start=max(start, term.start))
 
     def publish(self) -> None:
         """Let the engine serve both adapters as they are now."""
