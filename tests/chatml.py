@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>"]
 # ChatML, piece by piece; TURNS keeps what it is given.
@@ -16,6 +18,11 @@ OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 THINK = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+# As DeepSeek-R1 does: thinking on is a block that the prompt already opens.
+OPENED = (
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
+    "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}"
 )
 
 
@@ -34,3 +41,23 @@ def tokenizer(template: str | None, adds_bos: bool = False, **special: Any) -> P
     made = PreTrainedTokenizerFast(tokenizer_object=backend, **{k: v for k, v in names.items() if v is not None})
     made.chat_template = template
     return made
+
+
+def model(folder: Path, template: str) -> Path:
+    """A randomly initialised Qwen3 with such a tokenizer, as a folder."""
+    words = tokenizer(template)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        network = Qwen3ForCausalLM(
+            Qwen3Config(vocab_size=len(words), num_key_value_heads=2, eos_token_id=words.eos_token_id, **shape)
+        )
+        network.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder

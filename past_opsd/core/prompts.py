@@ -10,11 +10,11 @@ think, and none for the teacher, who is. `aligned_from` says from which token on
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from past_opsd.core.config import PromptsSection
@@ -196,7 +196,8 @@ class Prompts:
         roles = {"student": section.student_kwargs, "reference": section.teacher_kwargs}
         roles["evaluation"] = section.evaluation_kwargs
         rendered = [self._text(role, kwargs, _MARK).rpartition(_MARK)[2] for role, kwargs in roles.items()]
-        return self.encode(os.path.commonprefix([text.partition(OPENS)[0] for text in rendered]).rstrip())
+        columns = zip(*(text.partition(OPENS)[0] for text in rendered), strict=False)
+        return self.encode("".join(c[0] for c in takewhile(lambda c: len(set(c)) == 1, columns)).rstrip())
 
     def _attempt(self, text: str) -> str:
         return _THINKING.sub("", text).strip() if self._section.strip_thinking else text

@@ -116,9 +116,7 @@ class Log:
 def _spans(lengths: Sequence[int], starts: Sequence[int]) -> list[slice]:
     """Where the supervised positions of each sequence stand."""
     ends = list(accumulate(lengths))
-    return [
-        slice(end - length + start, end) for end, length, start in zip(ends, lengths, starts, strict=True)
-    ]
+    return [slice(end - length + start, end) for end, length, start in zip(ends, lengths, starts, strict=True)]
 
 
 def _means(column: Tensor, spans: Sequence[slice]) -> list[float]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chatml import OPEN, THINK, TURNS, tokenizer
+from chatml import OPEN, OPENED, THINK, TURNS, tokenizer
 
 from past_opsd.core import config
 from past_opsd.core.config import PromptsSection
@@ -58,7 +58,12 @@ def test_shipped_recipes_have_nothing_to_hear(name: str):
             {"student_kwargs": {"enable_thinking": False}, "teacher_kwargs": {"enable_thinking": True}},
             [],
         ),
-        (tokenizer(TURNS + OPEN + "{{ hint }}"), {"teacher_kwargs": {"hint": "<think>"}}, ["note openings"]),
+        (
+            tokenizer(TURNS + OPENED),
+            {"student_kwargs": {"enable_thinking": False}, "teacher_kwargs": {"enable_thinking": True}},
+            ["note inside"],
+        ),
+        (tokenizer(TURNS + OPEN + "{{ hint }}"), {"teacher_kwargs": {"hint": "Well, "}}, ["note openings"]),
         (tokenizer(DEFAULT + TURNS + OPEN), {}, ["note system"]),
         (tokenizer("{{ strftime_now('%Y') }}" + TURNS + OPEN), {}, ["note dated"]),
         (tokenizer("{{ bos_token }}" + TURNS + OPEN, bos_token="<|bos|>", adds_bos=True), {}, []),
@@ -84,6 +89,7 @@ def test_shipped_recipes_have_nothing_to_hear(name: str):
         "opens-differently",
         "opens-differently-as-asked",
         "opens-thinking",
+        "opens-otherwise",
         "own-system",
         "dated",
         "bos",

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import io
 from collections import Counter
 
+import chatml
 import pytest
+from rich.console import Console
 
 from past_opsd.core.nouns import Group, PastError
+from past_opsd.interface import look
 from past_opsd.rollout.engines import Request
 from past_opsd.run.attempts import read
 from past_opsd.run.folder import RunFolder
@@ -85,6 +89,46 @@ def test_what_is_kept_depends_on_lengths_and_not_on_the_outcome(small_recipe):
             assert cycle.groups == []
             assert cycle.unexplored == (len(cycle.batch.failed) if name == "past" else 0)
             assert parts.learner.steps["student"] == 1
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings of a model whose template writes an empty thinking block for a student that is not to think."""
+    folder = chatml.model(tmp_path_factory.mktemp("qwen3"), chatml.TURNS + chatml.THINK)
+    return [
+        f"model.path='{folder}'",
+        "prompts.student_kwargs={enable_thinking=false}",
+        "prompts.teacher_kwargs={enable_thinking=true}",
+        "method.group_max=1",
+        "rollout.student.max_new_tokens=8",
+        "rollout.teacher.max_new_tokens=8",
+    ]
+
+
+def test_a_first_token_that_the_views_expect_differently_is_not_supervised(small_recipe, thinking: list[str]):
+    with session(small_recipe("embedded/past", *thinking)) as parts:
+        cycle, prompts = parts.loop.cycle(0), parts.loop.prompts
+        terms = parts.loop.method.student_terms(cycle.batch)
+        starts = [prompts.aligned_from(t.live.prompt, t.frozen.prompt, t.tokens) for t in terms if t.frozen]
+        assert starts == [parts.loop.align(t).start for t in terms]
+        assert min(starts) == 1
+        assert cycle.metrics["student/unaligned"] == sum(starts)
+        assert cycle.metrics["student/supervised"] == sum(len(t.tokens) for t in terms) - sum(starts)
+        assert cycle.metrics["student/stepped"] == 1
+    alike = [text.replace("true", "false") for text in thinking]
+    with session(small_recipe("embedded/past", *alike)) as parts:
+        metrics = parts.loop.cycle(0).metrics
+        assert metrics["student/unaligned"] == 0
+        assert metrics["student/supervised"] > 0
+
+
+def test_inspect_marks_what_is_not_supervised(small_recipe, thinking: list[str]):
+    console = Console(record=True, width=200, color_system="truecolor", file=io.StringIO())
+    look.inspect(console, small_recipe("embedded/past", *thinking), 0, dry=True)
+    text = console.export_text(clear=False)
+    assert "note: 1 of " in text
+    assert "the student's prompt ends after a thinking block, the teacher's before any thinking" in text
+    assert "others of the response like this" in text
 
 
 def test_solutions_that_do_not_fit_are_dropped_and_counted(small_recipe):
