@@ -150,10 +150,10 @@ class Prompts:
         return (*self.encode(text), self.eos)
 
     def aligned_from(self, one: Tokens, other: Tokens, tokens: Tokens) -> int:
-        """The first of the response's tokens that both prompts' views predict from the same place; all of them: none.
+        """The first of a response's tokens that both prompts' views predict from the same place; their number if none.
 
-        The places before a token follow from the prompt's end and the tokens so far, the same for both, so two views
-        that stand at the same place once do so from there on.
+        Where a view stands follows from its prompt's end and the tokens so far, and these are the same for both: two
+        views that stand at the same place once do so from there on.
         """
         if one == other or not self._thinks:
             return 0
@@ -173,7 +173,7 @@ class Prompts:
         for i, token in enumerate(turn):
             if i >= len(written):
                 yield place
-            reached = [where for tag, where in tags if turn[max(0, i + 1 - len(tag)) : i + 1] == tag]
+            reached: list[Place] = [where for tag, where in tags if turn[max(0, i + 1 - len(tag)) : i + 1] == tag]
             if reached:
                 place = reached[0]
             elif place == "before" and self._tokenizer.decode([token]).strip():

@@ -13,7 +13,19 @@ from typing import Protocol
 import numpy as np
 
 from past_opsd.core.config import RolloutSection, Sampling
-from past_opsd.core.nouns import Adapter, Attempt, Batch, Group, PastError, Problem, Term, View, derive_seed, route
+from past_opsd.core.nouns import (
+    Adapter,
+    Attempt,
+    Batch,
+    Group,
+    PastError,
+    Problem,
+    Term,
+    Tokens,
+    View,
+    derive_seed,
+    route,
+)
 from past_opsd.core.prompts import Prompts
 from past_opsd.core.sampler import Round
 from past_opsd.methods import Method
@@ -43,6 +55,8 @@ class Cycle:
     """All of the student's responses, also those that no phase could read."""
     dropped: int
     """Examples that were asked for and not trained on: no room to sample a response, or to read it with privilege."""
+    starts: tuple[int, ...]
+    """The first token of each of the batch's attempts that the teacher supervises, in order."""
     unexplored: int
     """Failed responses that are distilled, and of which no continuation was drawn: none would fit."""
     versions: dict[Adapter, int]
@@ -101,7 +115,8 @@ class Loop:
         dropped = wanted - len(kept) + len(asked) - len(problems)
         unexplored = len(batch.failed) - len(open_) if self.method.explores else 0
         metrics |= self.method.metrics() | self.lab.engine.metrics()
-        return Cycle(batch, groups, tuple(sampled), dropped, unexplored, versions, metrics)
+        starts = tuple(self._start(a.view, self.method.teacher_view(a), a.response.tokens) for a in batch.attempts)
+        return Cycle(batch, groups, tuple(sampled), dropped, starts, unexplored, versions, metrics)
 
     def _step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]:
         """One optimizer step, and how many positions its terms with two views supervise and leave out."""
@@ -117,8 +132,10 @@ class Loop:
         """The term from the first token on that both of its views predict from the same place of the answer."""
         if term.frozen is None:
             return term
-        start = self.prompts.aligned_from(term.live.prompt, term.frozen.prompt, term.tokens)
-        return replace(term, start=max(start, term.start))
+        return replace(term, start=max(term.start, self._start(term.live, term.frozen, term.tokens)))
+
+    def _start(self, one: View, other: View, tokens: Tokens) -> int:
+        return self.prompts.aligned_from(one.prompt, other.prompt, tokens)
 
     def publish(self) -> None:
         """Let the engine serve both adapters as they are now."""

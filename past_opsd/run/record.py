@@ -26,7 +26,8 @@ class Recorder:
 
     def cycle(self, k: int, cycle: Cycle, totals: Mapping[str, int], seconds: Mapping[str, float]) -> dict[str, float]:
         """Record cycle k; returns its metrics line."""
-        rollouts = [row(k, a, cycle.versions, i, False) for i, a in enumerate(cycle.batch.attempts)]
+        taught = zip(cycle.batch.attempts, cycle.starts, strict=True)
+        rollouts = [row(k, a, cycle.versions, i, False, start) for i, (a, start) in enumerate(taught)]
         places = {id(a): i for i, a in enumerate(cycle.batch.attempts)}
         continuations = [
             row(k, c, cycle.versions, places[id(group.attempt)], discarded)

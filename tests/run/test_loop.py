@@ -105,7 +105,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-def test_a_first_token_that_the_views_expect_differently_is_not_supervised(small_recipe, thinking: list[str]):
+def test_a_first_token_that_the_views_expect_differently_is_not_supervised(small_recipe, thinking, tmp_path):
     with session(small_recipe("embedded/past", *thinking)) as parts:
         cycle, prompts = parts.loop.cycle(0), parts.loop.prompts
         terms = parts.loop.method.student_terms(cycle.batch)
@@ -115,6 +115,9 @@ def test_a_first_token_that_the_views_expect_differently_is_not_supervised(small
         assert cycle.metrics["student/unaligned"] == sum(starts)
         assert cycle.metrics["student/supervised"] == sum(len(t.tokens) for t in terms) - sum(starts)
         assert cycle.metrics["student/stepped"] == 1
+        Recorder(run := RunFolder(tmp_path / "run"), {}).cycle(0, cycle, {}, {})
+        masks = [row["mask"] for row in read(run.rollouts.path(0))]
+        assert masks == [[0] * n + [1] * (len(t.tokens) - n) for t, n in zip(terms, starts, strict=True)]
     alike = [text.replace("true", "false") for text in thinking]
     with session(small_recipe("embedded/past", *alike)) as parts:
         metrics = parts.loop.cycle(0).metrics
