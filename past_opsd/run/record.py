@@ -28,10 +28,11 @@ class Recorder:
         """Record cycle k; returns its metrics line."""
         taught = zip(cycle.batch.attempts, cycle.starts, strict=True)
         rollouts = [row(k, a, cycle.versions, i, False, start) for i, (a, start) in enumerate(taught)]
-        places = {id(a): i for i, a in enumerate(cycle.batch.attempts)}
+        rest = iter(enumerate(cycle.batch.attempts))  # groups come in the order of their attempts
+        places = [next(i for i, a in rest if a is group.attempt) for group in cycle.groups]
         continuations = [
-            row(k, c, cycle.versions, places[id(group.attempt)], discarded)
-            for group in cycle.groups
+            row(k, c, cycle.versions, trajectory, discarded)
+            for trajectory, group in zip(places, cycle.groups, strict=True)
             for discarded, drawn in ((True, group.discarded), (False, group.continuations))
             for c in drawn
         ]
