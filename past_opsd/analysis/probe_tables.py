@@ -32,7 +32,11 @@ def show(console: Console, result: Mapping[str, Any], file: Path) -> None:
         highlight=False,
     )
     if settings["own_condition"] != "matching":
-        other = {"removed": "the prompt without the attempt", "other": "a prompt that is none of the three"}
+        other = {
+            "removed": "the prompt without the attempt",
+            "reference": "prompts.reference, which is none of the three",
+            "other": "a prompt that is none of the three",
+        }
         console.print(f"this run's own teacher reads {other[settings['own_condition']]}", highlight=False)
     if counts["dropped"]:
         console.print(f"{counts['dropped']} responses were left out: they do not fit", style="bold red")

@@ -18,13 +18,13 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from past_opsd.analysis import tables
+from past_opsd.analysis import settings, tables
 from past_opsd.core import config, life, stats
 from past_opsd.core.config import Recipe
 from past_opsd.core.files import write_text
@@ -62,6 +62,7 @@ class Row:
     evaluations: list[dict[int, Evaluation]]  # by seed: step -> evaluation
     costs: dict[str, float]
     diagnostics: dict[str, float]
+    settings: settings.Settings = field(default_factory=dict)
 
     def outcomes(self, step: int) -> dict[str, np.ndarray]:
         """Task -> [seeds, problems, k] at a boundary."""
@@ -208,9 +209,10 @@ def without(suite: Suite, failed: Mapping[str, str]) -> tuple[Suite, dict[str, s
 
 def collect(suite: Suite, seeds: Sequence[int], out: Path) -> list[Row]:
     """Read the runs of a suite."""
-    return [
+    rows = [
         row(label, recipe, [run_folder(out, recipe, seed) for seed in seeds]) for label, recipe in suite.rows.items()
     ]
+    return [replace(row, settings=settings.of_run(run_folder(out, row.recipe, seeds[0]))) for row in rows]
 
 
 def row(label: str, recipe: str, folders: Sequence[Path]) -> Row:
@@ -263,6 +265,7 @@ def results(
         "reference": suite.reference,
         "samples": reference.evaluations[0][last].samples,
         "updates": last,
+        "settings": settings.differences({row.label: row.settings for row in rows}, suite.reference),
         "rows": [_scores("Base", base, other)],
         "missing": dict(missing or {}),
     }

@@ -9,6 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from past_opsd.analysis import settings
 from past_opsd.core.stats import EDGE, Interval
 
 Result = Mapping[str, Any]
@@ -38,10 +39,10 @@ class Sheet:
 
 
 def sheets(result: Result) -> list[Sheet]:
-    """Scores, costs, and the failed branch's diagnostics where a row has them."""
+    """Scores, costs, and where a row has them the failed branch's diagnostics and settings of its own."""
     found = [scores(result), costs(result)]
-    diagnostic = diagnostics(result)
-    return [*found, diagnostic] if diagnostic.rows else found
+    further = [diagnostics(result), Sheet(settings.TITLE, settings.HEADER, settings.lines(result))]
+    return [*found, *(sheet for sheet in further if sheet.rows)]
 
 
 def scores(result: Result) -> Sheet:

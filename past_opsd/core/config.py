@@ -174,9 +174,9 @@ class PromptsSection(Section):
 
     student: str = Field(description="the student's user message")
     evaluation: str = Field(description="the user message in evaluation")
-    reference: str = Field(description="the reference-only teacher's user message (Vanilla OPSD)")
+    reference: str = Field(description="the user message of a teacher that reads no attempt (Vanilla OPSD)")
     hindsight: str = Field(description="the hindsight teacher's user message (PAST)")
-    removed: str = Field(description="the hindsight message without the student's attempt")
+    removed: str = Field(description="'past probe': the hindsight message, the student's attempt cut out")
     rephrase: str = Field(default="", description="H2SD's teacher on a success: {problem} and {student_output}")
     hint: str = Field(default="", description="H2SD's teacher on a failure: {problem} and {hint}")
     write_hint: str = Field(default="", description="H2SD's request for a hint: {problem} and {reference_solution}")

@@ -425,22 +425,42 @@ class Imitate(OnToken):
 
 
 @dataclass(frozen=True)
-class SampledToken(OnToken):
-    """KL(live || frozen) by its policy gradient on the sampled token alone.
+class SampledStay(OnToken):
+    """KL(live || frozen) from one token y that was drawn from the live view: its log-ratio and its policy gradient.
 
-    A = log frozen(y) - log live(y) is held constant and the loss is -A log live(y). Only the gradient,
-    -A grad log live(y), means something: for y drawn from the live view its expectation is the gradient of
-    KL(live || frozen). The value is no divergence and may be negative.
+    The value is log live(y) - log frozen(y), the gradient that times grad log live(y). Over y drawn from the live view
+    their expectations are KL(live || frozen) and its gradient; where the views agree both are exactly 0.
     """
 
     def __call__(self, live_logp: Tensor, frozen_logp: Tensor | None, tokens: Tensor) -> Tensor:
         live = at_tokens(live_logp, tokens)
-        return (live.detach() - at_tokens(_frozen(self, frozen_logp), tokens)) * live
+        value = live.detach() - at_tokens(_frozen(self, frozen_logp), tokens)
+        return value * (1 + live - live.detach())
 
     def slope(self, live: Tensor, frozen: Tensor | None) -> tuple[Tensor, Tensor]:
-        """-A log q(token) and -A."""
-        minus_A = live - _frozen(self, frozen)
-        return minus_A * live, minus_A
+        """log q(token) - log p(token), twice."""
+        value = live - _frozen(self, frozen)
+        return value, value
+
+
+@dataclass(frozen=True)
+class SampledMatch(OnToken):
+    """KL(frozen || live) from one token y that was drawn from the frozen view: r - 1 - log r, r = live(y) / frozen(y).
+
+    Over y drawn from the frozen view the expectations of value and gradient are KL(frozen || live) and its gradient.
+    -log live(y) has the same expected gradient, but where the views agree this one is exactly 0 for every token, so
+    that they stay there whichever tokens are kept.
+    """
+
+    def __call__(self, live_logp: Tensor, frozen_logp: Tensor | None, tokens: Tensor) -> Tensor:
+        log_r = at_tokens(live_logp, tokens) - at_tokens(_frozen(self, frozen_logp), tokens)
+        return torch.expm1(log_r) - log_r
+
+    def slope(self, live: Tensor, frozen: Tensor | None) -> tuple[Tensor, Tensor]:
+        """r - 1 - log r and r - 1."""
+        log_r = live - _frozen(self, frozen)
+        slope = torch.expm1(log_r)
+        return slope - log_r, slope
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,8 @@ class Term:
     `live` gets the gradient, `frozen` is a stop-gradient target read along the same token ids.
     For a policy-gradient loss `frozen=None` means "the live view before this step": with one optimizer
     step a snapshot, the old policy and the live one are the same function when the loss is taken.
-    Both views' logits are divided by `temperature`.
+    Both views' logits are divided by `temperature`. The mean is over the tokens from `start` on: those before it are
+    read, not supervised.
     """
 
     name: str
@@ -164,6 +165,12 @@ class Term:
     loss: Callable[..., Any]
     weight: float = 1.0
     temperature: float = 1.0
+    start: int = 0
+
+    @property
+    def supervised(self) -> int:
+        """T_i, the positions that the mean is over."""
+        return len(self.tokens) - self.start
 
 
 def route(attempts: Iterable[Attempt], problems: Iterable[Problem] = ()) -> Batch:

@@ -3,6 +3,9 @@
 Every prompt is one user message, after the recipe's examples, rendered by the tokenizer's own chat template, ending
 where the assistant's turn begins, as token ids. The outcome R enters none of them: `hindsight` sees a problem and a
 text, never a verdict.
+
+Two prompts may open the turn differently: one template writes an empty thinking block for the student, who is not to
+think, and none for the teacher, who is. `aligned_from` says from which token on both read the same kind of text.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from past_opsd.core.config import PromptsSection
 from past_opsd.core.lazy import Lazy
@@ -23,7 +28,12 @@ else:
 
 FIELDS = ("problem", "student_output", "reference_solution", "hint")
 _FIELD = re.compile(r"\{(" + "|".join(FIELDS) + r")\}")
-_THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
+OPENS, CLOSES = "<think>", "</think>"
+_THINKING = re.compile(f"{OPENS}.*?({CLOSES}|\\Z)", re.DOTALL)
+_MARK = "Zinnia"  # a word that no template writes itself
+
+Place = Literal["before", "inside", "after"]
+"""Where a view stands in the assistant's turn: where thinking may begin, inside of it, in the answer."""
 
 # Which fields a role may name. The student and the evaluation see X alone.
 ALLOWED: Mapping[str, frozenset[str]] = {
@@ -49,6 +59,8 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> Any: ...
+
+    def decode(self, token_ids: Any) -> Any: ...
 
 
 def fill(template: str, fields: Mapping[str, str]) -> str:
@@ -95,7 +107,7 @@ class Prompts:
         return self._render("evaluation", self._section.evaluation_kwargs, problem=problem.text)
 
     def reference(self, problem: Problem) -> Tokens:
-        """(X, Z): Vanilla OPSD's teacher."""
+        """(X, Z): Vanilla OPSD's teacher, and PAST's where it reads no trajectory."""
         kwargs = self._section.teacher_kwargs
         return self._render("reference", kwargs, problem=problem.text, reference_solution=problem.solution)
 
@@ -106,7 +118,7 @@ class Prompts:
         return self._render("hindsight", self._section.teacher_kwargs, **fields)
 
     def removed(self, problem: Problem) -> Tokens:
-        """The hindsight message with the attempt taken out."""
+        """The hindsight message with the attempt taken out: a perturbation for `past probe`; nobody trains on it."""
         kwargs = self._section.teacher_kwargs
         return self._render("removed", kwargs, problem=problem.text, reference_solution=problem.solution)
 
@@ -137,6 +149,56 @@ class Prompts:
         """A given response as a policy would have to write it: its ids and the end."""
         return (*self.encode(text), self.eos)
 
+    def aligned_from(self, one: Tokens, other: Tokens, tokens: Tokens) -> int:
+        """The first of a response's tokens that both prompts' views predict from the same place; their number if none.
+
+        Where a view stands follows from its prompt's end and the tokens so far, and these are the same for both: two
+        views that stand at the same place once do so from there on.
+        """
+        if one == other or not self._thinks:
+            return 0
+        pairs = zip(self._places(one, tokens), self._places(other, tokens), strict=True)
+        return next((t for t, (mine, theirs) in enumerate(pairs) if mine == theirs), len(tokens))
+
+    def place(self, prompt: Tokens) -> Place:
+        """Where a view stands before the first token of a response."""
+        return next(self._places(prompt, (self.eos,)))
+
+    def _places(self, prompt: Tokens, tokens: Tokens) -> Iterator[Place]:
+        """Where a view stands before each of the tokens; a first word that opens no block begins the answer."""
+        tags: list[tuple[Tokens, Place]] = [(self.encode(OPENS), "inside"), (self.encode(CLOSES), "after")]
+        written = prompt[self._begun(prompt) :]
+        place: Place = "before"
+        turn = written + tokens
+        for i, token in enumerate(turn):
+            if i >= len(written):
+                yield place
+            reached: list[Place] = [where for tag, where in tags if turn[max(0, i + 1 - len(tag)) : i + 1] == tag]
+            if reached:
+                place = reached[0]
+            elif place == "before" and self._tokenizer.decode([token]).strip():
+                place = "after"
+
+    def _begun(self, prompt: Tokens) -> int:
+        """Where the assistant's turn begins: after the last place where every role's prompt opens it."""
+        n = len(self._header)
+        starts = range(len(prompt) - n, -1, -1) if n else ()
+        return next((i + n for i in starts if prompt[i : i + n] == self._header), len(prompt))
+
+    @cached_property
+    def _thinks(self) -> bool:
+        return OPENS in str(self._tokenizer.chat_template)
+
+    @cached_property
+    def _header(self) -> Tokens:
+        """What stands between the user's words and the assistant's in every role's prompt, no thinking in it."""
+        section = self._section
+        roles = {"student": section.student_kwargs, "reference": section.teacher_kwargs}
+        roles["evaluation"] = section.evaluation_kwargs
+        rendered = [self._text(role, kwargs, _MARK).rpartition(_MARK)[2] for role, kwargs in roles.items()]
+        columns = zip(*(text.partition(OPENS)[0] for text in rendered), strict=False)
+        return self.encode("".join(c[0] for c in takewhile(lambda c: len(set(c)) == 1, columns)).rstrip())
+
     def _attempt(self, text: str) -> str:
         return _THINKING.sub("", text).strip() if self._section.strip_thinking else text
 
@@ -152,9 +214,11 @@ class Prompts:
         return self._rendered[role, content]
 
     def _write(self, role: str, kwargs: Mapping[str, Any], content: str) -> Tokens:
+        return self.encode(self._text(role, kwargs, content))
+
+    def _text(self, role: str, kwargs: Mapping[str, Any], content: str) -> str:
         message = [*self._section.turns, {"role": "user", "content": content}]
         try:
-            text = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **kwargs)
+            return self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **kwargs)
         except jinja2.TemplateError as error:
             raise PastError(f"the tokenizer's chat template cannot render prompts.{role}: {error}") from None
-        return self.encode(text)

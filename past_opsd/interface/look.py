@@ -14,7 +14,8 @@ from past_opsd.core.prompts import Prompts
 from past_opsd.policy.model import load_tokenizer
 from past_opsd.run.train import session
 
-PROMPT, SUPERVISED = "dim", "bold black on green"
+PROMPT, SUPERVISED, UNALIGNED = "dim", "bold black on green", "black on yellow"
+PLACES = {"before": "before any thinking", "inside": "inside a thinking block", "after": "after a thinking block"}
 
 
 def inspect(console: Console, recipe: Recipe, index: int, dry: bool) -> None:
@@ -35,7 +36,7 @@ def inspect(console: Console, recipe: Recipe, index: int, dry: bool) -> None:
         response = Response(prompts.completion(problem.solution), problem.solution, (), True)
         view = View("student", prompts.student(problem))
         attempt = Attempt(problem, view, response, Verdict(False, "not verified: the reference stands in for it"))
-        _show(console, tokenizer, method, attempt)
+        _show(console, tokenizer, prompts, method, attempt)
         return
     with session(recipe) as parts:
         if not parts.loop.method.rollouts:
@@ -43,7 +44,8 @@ def inspect(console: Console, recipe: Recipe, index: int, dry: bool) -> None:
         _within(index, len(parts.loop.problems))
         k = index // recipe.rollout.problems_per_cycle
         attempts = parts.loop.attempts(k, parts.loop.take(k))
-        _show(console, parts.model.tokenizer, parts.loop.method, attempts[index % len(attempts)])
+        chosen = attempts[index % len(attempts)]
+        _show(console, parts.model.tokenizer, parts.loop.prompts, parts.loop.method, chosen)
 
 
 def _within(index: int, count: int) -> None:
@@ -51,19 +53,29 @@ def _within(index: int, count: int) -> None:
         raise PastError(f"--index {index}: the task has {count} training examples, 0 to {count - 1}")
 
 
-def _show(console: Console, tokenizer: Any, method: Any, attempt: Attempt) -> None:
+def _show(console: Console, tokenizer: Any, prompts: Prompts, method: Any, attempt: Attempt) -> None:
     tokens = attempt.response.tokens
     teacher = method.teacher_view(attempt)
+    start = prompts.aligned_from(attempt.view.prompt, teacher.prompt, tokens)
     console.print(f"problem {attempt.problem.id}: {attempt.verdict.reason}", style="bold")
-    console.print(Text.assemble("prompt tokens ", ("dim", PROMPT), ", supervised tokens ", ("like this", SUPERVISED)))
+    legend = ["prompt tokens ", ("dim", PROMPT), ", supervised tokens ", ("like this", SUPERVISED)]
+    legend += [", others of the response ", ("like this", UNALIGNED)] if start else []
+    console.print(Text.assemble(*legend))
     views = {"student": attempt.view} | ({"teacher": teacher} if teacher != attempt.view else {})
     for title, view in views.items():
         console.print(
             f"\n{title} reads ({view.adapter} weights, {len(view.prompt)} + {len(tokens)} tokens)", style="bold"
         )
-        console.print(coloured(tokenizer, view.prompt, tokens), soft_wrap=True)
+        console.print(coloured(tokenizer, view.prompt, tokens, start), soft_wrap=True)
+    if start:
+        places = [PLACES[prompts.place(view.prompt)] for view in (attempt.view, teacher)]
+        console.print(
+            f"\nnote: {start} of {len(tokens)} positions not supervised: the student's prompt ends {places[0]}, the "
+            f"teacher's {places[1]}, so the two expect different text there",
+            style="yellow",
+        )
     boundary = [tokenizer.decode(list(v.prompt[-1:])) for v in (attempt.view, teacher)]
-    if boundary[0] != boundary[1]:
+    if boundary[0] != boundary[1] and not start:
         console.print(
             f"\nnote: the prompts end differently ({boundary[0]!r} and {boundary[1]!r}), so the two views may expect "
             "different first tokens; see prompts.student_kwargs and prompts.teacher_kwargs",
@@ -73,7 +85,9 @@ def _show(console: Console, tokenizer: Any, method: Any, attempt: Attempt) -> No
         console.print("\nBoth views are read along the same token ids.")
 
 
-def coloured(tokenizer: Any, prompt: Tokens, supervised: Tokens) -> Text:
-    """The exact input, special tokens included."""
+def coloured(tokenizer: Any, prompt: Tokens, response: Tokens, start: int = 0) -> Text:
+    """The exact input, special tokens included; the response is supervised from `start` on."""
     text = Text(tokenizer.decode(list(prompt), skip_special_tokens=False), style=PROMPT)
-    return text.append(tokenizer.decode(list(supervised), skip_special_tokens=False), style=SUPERVISED)
+    for part, style in ((response[:start], UNALIGNED), (response[start:], SUPERVISED)):
+        text.append(tokenizer.decode(list(part), skip_special_tokens=False), style=style)
+    return text

@@ -93,10 +93,9 @@ def closing(
     if outcome.evaluations:
         console.print(evaluation_table(outcome.evaluations, pass_k))
     if metrics:
-        student = f"{metrics['cost/student_samples']:,.0f} samples, {metrics['cost/student_tokens']:,.0f} tokens"
-        teacher = f"{metrics['cost/teacher_samples']:,.0f} samples, {metrics['cost/teacher_tokens']:,.0f} tokens"
-        console.print(f"student {student}", highlight=False)
-        console.print(f"teacher {teacher}; verifier {metrics['cost/verifier_calls']:,.0f} calls", highlight=False)
+        student, teacher = (_sampled(role, metrics) for role in ("student", "teacher"))
+        console.print(student, highlight=False)
+        console.print(f"{teacher}; verifier {metrics['cost/verifier_calls']:,.0f} calls", highlight=False)
         if metrics.get("cost/phase1_samples"):
             before = [f"{metrics[f'cost/phase1_{k}']:,.0f}" for k in ("samples", "tokens", "verifier_calls")]
             console.print("before cycle 0: {} samples, {} tokens; verifier {} calls".format(*before), highlight=False)
@@ -114,6 +113,14 @@ def closing(
         console.print(f"continue with: {again}", highlight=False, soft_wrap=True, markup=False)
 
 
+def _sampled(role: str, metrics: Mapping[str, float]) -> str:
+    """What a role wrote in training, and how much of it the token limit cut."""
+    samples = metrics[f"cost/{role}_samples"]
+    text = f"{role} {samples:,.0f} samples, {metrics[f'cost/{role}_tokens']:,.0f} tokens"
+    cut = metrics.get(f"cost/{role}_truncated")  # earlier versions did not count them
+    return text if cut is None or not samples else f"{text}, {100 * cut / samples:.1f} % cut by the limit"
+
+
 def evaluation_table(evaluations: Mapping[int, Evaluation], pass_k: Sequence[int]) -> Table:
     """Avg@k by task over evaluated boundaries."""
     first = next(iter(evaluations.values()))
@@ -124,10 +131,12 @@ def evaluation_table(evaluations: Mapping[int, Evaluation], pass_k: Sequence[int
     last_k = max(pass_k)
     table.add_column(f"pass@{last_k}", justify="right")
     table.add_column("length", justify="right")
+    table.add_column("cut", justify="right")
     for step, evaluation in sorted(evaluations.items()):
         summary = evaluation.summary(pass_k)
         values = [f"{100 * summary[f'{name}/avg@{evaluation.samples}']:.1f}" for name in (*first.tasks, "macro")]
         values += [f"{100 * summary[f'macro/pass@{last_k}']:.1f}", f"{summary['macro/mean_length']:.1f}"]
+        values.append(f"{100 * summary['macro/truncated']:.1f}")
         table.add_row(str(step), *values)
     return table
 

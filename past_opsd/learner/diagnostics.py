@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -31,38 +32,49 @@ class Log:
         self._positions: dict[str, list[float]] = defaultdict(list)
         self._align: dict[str, list[float]] = defaultdict(_nothing)
 
-    def add(self, lengths: Sequence[int], jobs: Mapping[str, Job], result: Result) -> None:
-        """Add one loss call on sequences of these lengths, one after the other, with a job for each term's name."""
+    def add(
+        self, lengths: Sequence[int], jobs: Mapping[str, Job], result: Result, starts: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Add one loss call on sequences of these lengths, one after the other, with a job for each term's name.
+
+        What is logged is of the supervised positions, which of each name begin at `starts`; only the KL at the first
+        positions is of all of them.
+        """
         for (name, job), values, found in zip(jobs.items(), result.values, result.diagnostics, strict=True):
+            spans = _spans(lengths, starts[name])
             host = name.rpartition("/")[0]
             if host in jobs:
-                self._ride(host, name, lengths, job, jobs[host], values)
+                self._ride(host, name, (spans, _spans(lengths, starts[host])), job, jobs[host], values)
                 continue
             self._objective[name] += float((job.weight * values).sum())
             columns = {NAMES[key]: found[key] for key in NAMES if key in found}
             for key, column in {"loss": values, "entropy": result.live["entropy"], **columns}.items():
-                self._mean(f"{name}/{key}", _means(column, lengths))
+                self._mean(f"{name}/{key}", _means(column, spans))
             if "kl" in found:
-                self._spread(name, found["kl"], lengths)
+                self._spread(name, found["kl"], lengths, spans)
             if "dot" in found:
                 sums = self._align[name]
                 for i, key in enumerate(("dot", "norm_clipped", "norm_unclipped")):
-                    sums[i] += float((found[key] if i == 0 else found[key] ** 2).sum())
+                    column = torch.cat([found[key][span] for span in spans])
+                    sums[i] += float((column if i == 0 else column**2).sum())
 
-    def _ride(self, host: str, name: str, lengths: Sequence[int], job: Job, other: Job, values: Tensor) -> None:
+    def _ride(
+        self, host: str, name: str, spans: tuple[Sequence[slice], Sequence[slice]], job: Job, other: Job, values: Tensor
+    ) -> None:
         """A second summand of the host's objective, in the host's loss by its weight beside the host's."""
+        own, hosts = spans
         self._objective[host] += float((job.weight * values).sum())
         beside = torch.where(other.weight == 0, 0.0, job.weight / other.weight)
-        self._sums[f"{host}/loss"] += sum(_means(beside * values, lengths))
-        self._mean(f"{name}/loss", _means(values, lengths))
+        self._sums[f"{host}/loss"] += sum(_means(beside * values, hosts))
+        self._mean(f"{name}/loss", _means(values, own))
 
     def _mean(self, key: str, means: Sequence[float]) -> None:
         self._sums[key] += sum(means)
         self._counts[key] += len(means)
 
-    def _spread(self, name: str, kl: Tensor, lengths: Sequence[int]) -> None:
-        """The KL by sequence, and at the first positions."""
-        self._paths[name] += _means(kl, lengths)
+    def _spread(self, name: str, kl: Tensor, lengths: Sequence[int], spans: Sequence[slice]) -> None:
+        """The KL by sequence, and at the first positions, supervised or not."""
+        self._paths[name] += _means(kl, spans)
         for sequence in kl.split(list(lengths)):
             for t, value in enumerate(sequence[:POSITIONS].tolist()):
                 self._positions[f"{name}/kl@{t:02d}"].append(value)
@@ -101,5 +113,11 @@ class Log:
         return dict(sorted(out.items()))
 
 
-def _means(column: Tensor, lengths: Sequence[int]) -> list[float]:
-    return [float(sequence.mean()) for sequence in column.split(list(lengths))]
+def _spans(lengths: Sequence[int], starts: Sequence[int]) -> list[slice]:
+    """Where the supervised positions of each sequence stand."""
+    ends = list(accumulate(lengths))
+    return [slice(end - length + start, end) for end, length, start in zip(ends, lengths, starts, strict=True)]
+
+
+def _means(column: Tensor, spans: Sequence[slice]) -> list[float]:
+    return [float(column[span].mean()) for span in spans]

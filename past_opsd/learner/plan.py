@@ -47,7 +47,7 @@ def gather_paths(terms: Sequence[Term], reduction: Reduction) -> list[Path]:
     for i, term in enumerate(terms):
         names[term.name].append(i)
     for members in names.values():
-        lengths = [len(terms[i].tokens) for i in members]
+        lengths = [terms[i].supervised for i in members]
         per_token = token_weights(lengths, [terms[i].weight for i in members], reduction)
         for i, weight in zip(members, per_token, strict=True):
             weights[i] = weight

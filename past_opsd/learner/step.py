@@ -260,7 +260,8 @@ class Learner:
                 raise NonFiniteError(_message(phase, name, "loss", values))
         if not bool(torch.isfinite(result.grad).all()):
             raise NonFiniteError(_message(phase, " + ".join(jobs), "gradient", result.grad))
-        log.add(lengths, jobs, result)
+        starts = {name: [t.start for _, _, terms in members for t, _ in terms if t.name == name] for name in jobs}
+        log.add(lengths, jobs, result, starts)
         grad.index_add_(0, index, result.grad.float())
 
     def _clip(self, phase: Adapter) -> float:
@@ -284,6 +285,8 @@ def stack_jobs(sequences: Sequence[Sequence[Weighted]], device: torch.device) ->
         own = [next((t, w) for t, w in terms if t.name == name) for terms in sequences]
         losses = [Loss.of(t.loss) for t, _ in own]
         weights = torch.tensor([w for _, w in own], device=device).repeat_interleave(lengths)
+        for first, (term, _) in zip((lengths.cumsum(0) - lengths).tolist(), own, strict=True):
+            weights[first : first + term.start] = 0.0
         loss = losses[0].stack(losses, lengths)
         jobs[name] = fused.Job(loss, weights, frozen=own[0][0].frozen is not None, always=True)
     return jobs

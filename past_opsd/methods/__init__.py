@@ -90,7 +90,7 @@ class Method:
         return attempt.view
 
     def explore(self, failed: Sequence[Attempt], draw: Round) -> list[Group]:
-        """Teacher continuations for the failed attempts, a `Group` each; empty when the method draws none."""
+        """Teacher continuations for the failed attempts with room for one, a `Group` each; [] where none are drawn."""
         return []
 
     def teacher_terms(self, batch: Batch, groups: Sequence[Group]) -> list[Term]:

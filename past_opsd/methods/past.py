@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from past_opsd.core.config import MethodOptions, RolloutSection
-from past_opsd.core.losses import GeneralizedJSD, Imitate, Loss, Match, Reinforce, SampledToken, Stay, TopK
+from past_opsd.core.losses import GeneralizedJSD, Imitate, Loss, Match, Reinforce, SampledMatch, SampledStay, Stay, TopK
 from past_opsd.core.nouns import Attempt, Batch, Group, Term, View, group_advantages, mean, scale
 from past_opsd.core.prompts import Prompts
 from past_opsd.core.sampler import Controller, ControllerOptions, Round, adaptive, fixed
@@ -110,11 +110,11 @@ class Past(Method):
         self.explores = options.train_teacher and options.branches != "correct"
 
     def teacher_view(self, attempt: Attempt) -> View:
-        """q(. | H_t, U): problem, complete response and reference; never the outcome."""
+        """q(. | H_t, U): problem, complete response and reference; without the response, Vanilla OPSD's message."""
         if self._o.trajectory:
             prompt = self._prompts.hindsight(attempt.problem, attempt.response.text)
         else:
-            prompt = self._prompts.removed(attempt.problem)
+            prompt = self._prompts.reference(attempt.problem)
         return View("teacher" if self._o.train_teacher else "base", prompt)
 
     def explore(self, failed: Sequence[Attempt], draw: Round) -> list[Group]:
@@ -139,7 +139,7 @@ class Past(Method):
             live=self.teacher_view(attempt),
             frozen=attempt.view,
             tokens=attempt.response.tokens,
-            loss=self._matching(self._o.tau if self._o.clip_correct else math.inf),
+            loss=self._matching(self._o.tau if self._o.clip_correct else math.inf, SampledMatch()),
             temperature=self._o.temperature,
         )
         return self._with_ce(term)
@@ -182,7 +182,7 @@ class Past(Method):
         return mean(self._distill(a) for a in batch.attempts)
 
     def _distill(self, attempt: Attempt) -> list[Term]:
-        loss = self._matching(self._o.tau)
+        loss = self._matching(self._o.tau, SampledStay())
         return self._with_ce(distill(attempt, self.teacher_view(attempt), loss, self._o.temperature))
 
     def _with_ce(self, term: Term) -> list[Term]:
@@ -192,8 +192,12 @@ class Past(Method):
         ce = replace(term, name=f"{term.name}/ce", frozen=None, loss=Imitate())
         return [term, *scale(self._o.ce_weight, [ce])]
 
-    def _matching(self, tau: float) -> Loss:
-        """The distribution objective, [eq:pointwise-clipped-divergence] unless an ablation chose another."""
+    def _matching(self, tau: float, sampled: Loss) -> Loss:
+        """The distribution objective, [eq:pointwise-clipped-divergence] unless an ablation chose another.
+
+        `sampled` is what the response's own tokens allow, which are draws of the student: where it is the frozen view
+        the same direction, where it is the live view the reverse.
+        """
         match self._o.objective:
             case "kl" | "kl_ce":
                 return Match(tau)
@@ -202,7 +206,7 @@ class Past(Method):
             case "top_k":
                 return TopK(self._o.top_k, self._o.top_k_tail, tau)
             case "sampled_token":
-                return SampledToken()
+                return sampled
 
     def end_cycle(self, groups: Sequence[Group]) -> None:
         successes, samples = sum(len(g.successes) for g in groups), sum(len(g.drawn) for g in groups)

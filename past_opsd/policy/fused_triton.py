@@ -34,7 +34,8 @@ from past_opsd.core.losses import (
     Match,
     ModulatedReinforce,
     Reinforce,
-    SampledToken,
+    SampledMatch,
+    SampledStay,
     Stay,
     fill,
 )
@@ -54,7 +55,8 @@ _WARPS = 8
 # frozen view, and its two settings) for a loss on tokens.
 Key = tuple[int, int, float, float]
 _MATCH, _STAY, _JSD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_IMITATE, _SAMPLED, _REINFORCE, _MODULATED = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+_IMITATE, _SAMPLED_STAY, _REINFORCE, _MODULATED = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+_SAMPLED_MATCH = tl.constexpr(7)
 
 
 def check(device: torch.device) -> None:
@@ -84,8 +86,10 @@ def key(loss: Loss, frozen: bool) -> Key:
             return _JSD.value, clips, float(loss.tau), float(loss.beta)
         case ModulatedReinforce():
             return _MODULATED.value, 1, float(loss.strength), float(loss.width)
-        case SampledToken():
-            return _SAMPLED.value, 1, 0.0, 0.0
+        case SampledStay():
+            return _SAMPLED_STAY.value, 1, 0.0, 0.0
+        case SampledMatch():
+            return _SAMPLED_MATCH.value, 1, 0.0, 0.0
         case _:
             raise PastError(f"implementation 'triton' has no kernel for {type(loss).__name__}; use 'fused'")
 
@@ -257,9 +261,12 @@ def _on_token(
     if KIND == _IMITATE:
         value = -live
         slope = tl.full((), -1.0, FLOAT)
-    elif KIND == _SAMPLED:
+    elif KIND == _SAMPLED_STAY:
         slope = live - frozen
-        value = slope * live
+        value = slope
+    elif KIND == _SAMPLED_MATCH:
+        slope = tl.exp(live - frozen) - 1.0
+        value = slope - (live - frozen)
     elif KIND == _MODULATED:
         towards = tl.where(advantage > 0, frozen - live, tl.where(advantage < 0, live - frozen, 0.0))
         change = tl.exp(tl.where(towards > 80.0, 80.0, towards))

@@ -14,6 +14,7 @@ import jinja2
 
 from past_opsd.core.config import PromptsSection
 from past_opsd.core.nouns import PastError, Tokens
+from past_opsd.core.prompts import CLOSES, OPENS
 
 # Words no template would write itself; the middle one sits where reasoning models' templates like to cut.
 FIRST, SECOND, THIRD = "Zinnia-one", "Zinnia-two", "Zinnia-three"
@@ -179,6 +180,16 @@ def _ignored(template: _Template, roles: Mapping[str, Mapping[str, Any]]) -> Ite
 def _openings(template: _Template, section: PromptsSection) -> Iterator[Finding]:
     student, teacher = section.student_kwargs, section.teacher_kwargs
     ours, theirs = template.opening(student), template.opening(teacher)
+    inside = {role: text.rfind(OPENS) > text.rfind(CLOSES) for role, text in (("student", ours), ("teacher", theirs))}
+    if len(set(inside.values())) > 1:
+        role = "student" if inside["student"] else "teacher"
+        yield _note(
+            "inside",
+            f"the {role}'s prompt ends inside a thinking block and the other's does not: no position of a response is "
+            "supervised before that block is closed; set enable_thinking alike in prompts.student_kwargs and "
+            "prompts.teacher_kwargs",
+        )
+        return
     asked = "enable_thinking" in student and "enable_thinking" in teacher
     if ours == theirs or (asked and ours == template.opening(teacher | student)):
         return

@@ -38,8 +38,8 @@ MOST_ROWS = 1_000_000  # of a cycle; no run writes so many
 Row = Mapping[str, Any]
 
 
-def row(k: int, a: Attempt, versions: Mapping[Any, int], trajectory: int, discarded: bool) -> Row:
-    """An attempt of cycle k; `trajectory` is the student's response that it is or continues."""
+def row(k: int, a: Attempt, versions: Mapping[Any, int], trajectory: int, discarded: bool, start: int = 0) -> Row:
+    """An attempt of cycle k, supervised from `start` on; `trajectory` is the student's response it is or continues."""
     return {
         "cycle": k,
         "problem": a.problem.id,
@@ -49,7 +49,7 @@ def row(k: int, a: Attempt, versions: Mapping[Any, int], trajectory: int, discar
         "discarded": discarded,
         "prompt_tokens": list(a.view.prompt),
         "tokens": list(a.response.tokens),
-        "mask": [1] * len(a.response.tokens),
+        "mask": [int(t >= start) for t in range(len(a.response.tokens))],
         "length": len(a.response.tokens),
         "finished": a.response.finished,
         "text": a.response.text,

@@ -178,9 +178,10 @@ def own_view(parts: Session) -> View:
 
 
 def own_condition(parts: Session) -> str:
-    """Which probe prompt the run's own teacher reads: 'matching', 'removed' or 'other'."""
+    """Which prompt the run's own teacher reads: a probe's 'matching' or 'removed', else 'reference' or 'other'."""
     problem, prompts = parts.loop.problems[0], parts.loop.prompts
-    known = {prompts.hindsight(problem, ""): "matching", prompts.removed(problem): "removed"}
+    known = {prompts.reference(problem): "reference"}  # where it is the removed one, that is what a probe calls it
+    known |= {prompts.hindsight(problem, ""): "matching", prompts.removed(problem): "removed"}
     return known.get(own_view(parts).prompt, "other")
 
 

@@ -70,6 +70,18 @@ def alarms(metrics: Mapping[str, float]) -> list[str]:
         )
     if metrics.get("rollout/dropped", 0) > 0:
         found.append("examples were dropped because they do not fit the context: raise model.max_context")
+    for phase in ("teacher", "student"):
+        taken, left = metrics.get(f"{phase}/supervised", 0), metrics.get(f"{phase}/unaligned", 0)
+        if left > taken:
+            found.append(
+                f"{phase}: most positions are not supervised, student and teacher stand at different places of the "
+                "answer there: set enable_thinking alike in prompts.student_kwargs and prompts.teacher_kwargs"
+            )
+    if metrics.get("failed/unexplored", 0) > 0:
+        found.append(
+            "failed responses were distilled but not explored, no continuation fits the context: raise "
+            "model.max_context or lower rollout.teacher.max_new_tokens"
+        )
     if metrics.get("failed/skipped", 0) == 1:
         found.append(
             "every group of the failed branch was skipped, no continuation of the teacher is right: check that the "

@@ -7,13 +7,25 @@ after it moved (q_{k+1}). Nothing outlives a cycle but its records; checkpoints 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from past_opsd.core.config import RolloutSection, Sampling
-from past_opsd.core.nouns import Adapter, Attempt, Batch, Group, PastError, Problem, Term, View, derive_seed, route
+from past_opsd.core.nouns import (
+    Adapter,
+    Attempt,
+    Batch,
+    Group,
+    PastError,
+    Problem,
+    Term,
+    Tokens,
+    View,
+    derive_seed,
+    route,
+)
 from past_opsd.core.prompts import Prompts
 from past_opsd.core.sampler import Round
 from past_opsd.methods import Method
@@ -43,7 +55,14 @@ class Cycle:
 
     batch: Batch
     groups: list[Group]
+    sampled: tuple[Attempt, ...]
+    """All of the student's responses, also those that no phase could read."""
     dropped: int
+    """Examples that were asked for and not trained on: no room to sample a response, or to read it with privilege."""
+    starts: tuple[int, ...]
+    """The first token of each of the batch's attempts that the teacher supervises, in order."""
+    unexplored: int
+    """Failed responses that are distilled, and of which no continuation was drawn: none would fit."""
     versions: dict[Adapter, int]
     metrics: dict[str, float]
 
@@ -76,20 +95,22 @@ class Loop:
         phase("rollout")
         asked = self.take(k)
         problems = [p for p in asked if self.method.room(p) <= self.max_context]
-        attempts = self.attempts(k, asked) if self.method.rollouts else []  # Y ~ p_k(. | X), R = V(X, Y)
-        kept = [a for a in attempts if self._fits(a)]
+        sampled = self.attempts(k, asked) if self.method.rollouts else []  # Y ~ p_k(. | X), R = V(X, Y)
+        kept = [a for a in sampled if self._room(a) >= len(a.response.tokens)]
         batch = route(kept, problems)
 
         phase("draw")
-        groups = self.method.explore(batch.failed, self._draw(k, batch.failed))  # C_j ~ q_k(. | U)
-        if groups and tuple(group.attempt for group in groups) != batch.failed:
-            raise PastError("explore() of the method must give a Group for every failed attempt, in order, or none")
+        # Room limits what is explored, never what is distilled: else a tight context would choose by outcome.
+        open_ = [a for a in batch.failed if self._room(a) >= self.rollout.teacher.max_new_tokens]
+        groups = self.method.explore(open_, self._draw(k, open_))  # C_j ~ q_k(. | U)
+        if groups and not _same([group.attempt for group in groups], open_):
+            raise PastError("explore() of the method must give a Group for every attempt given, in order, or none")
 
         phase("adapt")
-        metrics = self.learner.step("teacher", self.method.teacher_terms(batch, groups))
+        metrics = self._step("teacher", self.method.teacher_terms(batch, groups))
 
         phase("distill")
-        metrics |= self.learner.step("student", self.method.student_terms(batch))
+        metrics |= self._step("student", self.method.student_terms(batch))
 
         phase("publish")
         share = self.method.sync()
@@ -99,8 +120,29 @@ class Loop:
         self.method.end_cycle(groups)
         wanted = len(asked) * self.rollout.samples_per_problem if self.method.rollouts else 0
         dropped = wanted - len(kept) + len(asked) - len(problems)
+        unexplored = len(batch.failed) - len(open_) if self.method.explores else 0
         metrics |= self.method.metrics() | self.lab.engine.metrics()
-        return Cycle(batch, groups, dropped, versions, metrics)
+        starts = tuple(self._start(a.view, self.method.teacher_view(a), a.response.tokens) for a in batch.attempts)
+        return Cycle(batch, groups, tuple(sampled), dropped, starts, unexplored, versions, metrics)
+
+    def _step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]:
+        """One optimizer step, and how many positions its terms with two views supervise and leave out."""
+        aligned = [self.align(term) for term in terms]
+        compared = [term for term in aligned if term.frozen is not None]
+        metrics = self.learner.step(phase, [term for term in aligned if term.supervised])
+        if compared:
+            metrics[f"{phase}/supervised"] = sum(term.supervised for term in compared)
+            metrics[f"{phase}/unaligned"] = sum(term.start for term in compared)
+        return metrics
+
+    def align(self, term: Term) -> Term:
+        """The term from the first token on that both of its views predict from the same place of the answer."""
+        if term.frozen is None:
+            return term
+        return replace(term, start=max(term.start, self._start(term.live, term.frozen, term.tokens)))
+
+    def _start(self, one: View, other: View, tokens: Tokens) -> int:
+        return self.prompts.aligned_from(one.prompt, other.prompt, tokens)
 
     def publish(self) -> None:
         """Let the engine serve both adapters as they are now."""
@@ -163,12 +205,9 @@ class Loop:
         self.method.meet(self, [w.problem for w in work])
         return self.attempt(work, self.rollout.student)
 
-    def _fits(self, attempt: Attempt) -> bool:
-        """Whether the privileged view has room for the response, and for a continuation where one may be drawn."""
-        room = len(attempt.response.tokens)
-        if self.method.explores and not attempt.verdict.correct:
-            room = max(room, self.rollout.teacher.max_new_tokens)
-        return len(self.method.teacher_view(attempt).prompt) + room <= self.max_context
+    def _room(self, attempt: Attempt) -> int:
+        """Tokens that the context leaves after the privileged view's prompt."""
+        return self.max_context - len(self.method.teacher_view(attempt).prompt)
 
     def _draw(self, k: int, failed: Sequence[Attempt]) -> Round:
         """Teacher continuations of the failed attempts, sampled and verified in one batch per round."""
@@ -188,6 +227,10 @@ class Loop:
             return self.attempt(work, self.rollout.teacher)
 
         return draw
+
+
+def _same(some: Sequence[Attempt], others: Sequence[Attempt]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 def _copies(problems: Sequence[Problem]) -> list[int]:

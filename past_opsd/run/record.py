@@ -26,10 +26,13 @@ class Recorder:
 
     def cycle(self, k: int, cycle: Cycle, totals: Mapping[str, int], seconds: Mapping[str, float]) -> dict[str, float]:
         """Record cycle k; returns its metrics line."""
-        rollouts = [row(k, a, cycle.versions, i, False) for i, a in enumerate(cycle.batch.attempts)]
+        taught = zip(cycle.batch.attempts, cycle.starts, strict=True)
+        rollouts = [row(k, a, cycle.versions, i, False, start) for i, (a, start) in enumerate(taught)]
+        rest = iter(enumerate(cycle.batch.attempts))  # groups come in the order of their attempts
+        places = [next(i for i, a in rest if a is group.attempt) for group in cycle.groups]
         continuations = [
             row(k, c, cycle.versions, trajectory, discarded)
-            for trajectory, group in enumerate(cycle.groups, len(cycle.batch.correct))  # failed ones come last
+            for trajectory, group in zip(places, cycle.groups, strict=True)
             for discarded, drawn in ((True, group.discarded), (False, group.continuations))
             for c in drawn
         ]
@@ -107,10 +110,10 @@ def peak_memory() -> float:
 
 def summarise(cycle: Cycle) -> dict[str, float]:
     """The cycle's numbers beside the learner's diagnostics."""
-    attempts = cycle.batch.attempts
+    attempts = cycle.sampled
     lengths = [len(a.response.tokens) for a in attempts]
     drawn = [c for group in cycle.groups for c in group.drawn]
-    out: dict[str, float] = {"rollout/dropped": cycle.dropped}
+    out: dict[str, float] = {"rollout/sampled": len(attempts), "rollout/dropped": cycle.dropped}
     if attempts:
         out |= {
             "rollout/success": _mean([a.verdict.correct for a in attempts]),
@@ -119,6 +122,8 @@ def summarise(cycle: Cycle) -> dict[str, float]:
             "rollout/empty": _mean([not a.response.text.strip() for a in attempts]),
         }
     out |= {f"rollout/reason/{r}": n for r, n in sorted(Counter(a.verdict.reason for a in attempts).items())}
+    if cycle.groups or cycle.unexplored:
+        out["failed/unexplored"] = cycle.unexplored
     if cycle.groups:
         n = len(cycle.groups)
         out |= {

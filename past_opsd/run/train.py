@@ -416,14 +416,16 @@ def _save(parts: Session, run: RunFolder, step: int) -> None:
 
 
 def _costs(cycle: Cycle) -> dict[str, int]:
-    """Samples, tokens and verifier calls of one cycle, by role."""
-    student = [a.response for a in cycle.batch.attempts]
+    """Samples, tokens and verifier calls of one cycle, by role; what was sampled counts, trained on or not."""
+    student = [a.response for a in cycle.sampled]
     teacher = [c.response for group in cycle.groups for c in group.drawn]
     return {
         "cost/student_samples": len(student),
         "cost/student_tokens": sum(len(r.tokens) for r in student),
+        "cost/student_truncated": sum(not r.finished for r in student),
         "cost/teacher_samples": len(teacher),
         "cost/teacher_tokens": sum(len(r.tokens) for r in teacher),
+        "cost/teacher_truncated": sum(not r.finished for r in teacher),
         "cost/verifier_calls": len(student) + len(teacher),
     }
 

@@ -175,6 +175,7 @@ def test_tables_in_three_forms(compared: Path, tmp_path: Path):
     assert f"| {score} |" in text
     assert "| Base |" in text
     assert f"& {score} &" in (folder / "tables.tex").read_text()
+    assert found["settings"] == []
     assert [len(sheet.rows) for sheet in tables.sheets(found)] == [3, 2, 1]
     for sheet in tables.sheets(found):
         assert all(len(row) == len(sheet.header) for row in sheet.rows)

@@ -17,9 +17,11 @@ from past_opsd.core.losses import (
     MixedTopK,
     ModulatedReinforce,
     Reinforce,
-    SampledToken,
+    SampledMatch,
+    SampledStay,
     Stay,
     TopK,
+    at_tokens,
     token_weights,
 )
 from past_opsd.core.nouns import PastError
@@ -137,25 +139,56 @@ def test_value_and_gradient_against_loops(loss, naive, scale):
             assert float(grad[t, v]) == pytest.approx(slope, abs=2e-7, rel=1e-6), (t, v)
 
 
-def test_sampled_token_value_and_gradient():
+def test_sampled_tokens_value_and_gradient():
     live, frozen, tokens = logits()
-    value, grad = value_and_gradient(SampledToken(), live, frozen, tokens)
-    for t, y in enumerate(tokens.tolist()):
-        p, q = softmax(frozen[t].tolist()), softmax(live[t].tolist())
-        advantage = math.log(p[y]) - math.log(q[y])
-        assert float(value[t]) == pytest.approx(-advantage * math.log(q[y]))
-        for v in range(len(q)):
-            assert float(grad[t, v]) == pytest.approx(-advantage * ((v == y) - q[v]), abs=1e-12)
+    for loss in (SampledStay(), SampledMatch()):
+        value, grad = value_and_gradient(loss, live, frozen, tokens)
+        for t, y in enumerate(tokens.tolist()):
+            p, q = softmax(frozen[t].tolist()), softmax(live[t].tolist())
+            log_r = math.log(q[y]) - math.log(p[y])
+            expected, slope = (log_r, log_r) if loss == SampledStay() else (q[y] / p[y] - 1 - log_r, q[y] / p[y] - 1)
+            assert float(value[t]) == pytest.approx(expected)
+            for v in range(len(q)):
+                assert float(grad[t, v]) == pytest.approx(slope * ((v == y) - q[v]), abs=1e-12)
 
 
-def test_sampled_token_gradient_is_the_reverse_kl_gradient_in_expectation():
+def enumerated(loss, live, frozen, weights):
+    """Expected value and gradient of a loss of one position over every token it could have been given."""
+    results = [value_and_gradient(loss, live, frozen, torch.tensor([y])) for y in range(len(weights))]
+    return [sum(w * result[i] for w, result in zip(weights, results, strict=True)) for i in (0, 1)]
+
+
+def test_sampled_tokens_estimate_the_divergence_that_their_view_allows():
+    """Exactly, over a whole vocabulary: tokens of the live view give KL(live || frozen), of the frozen the other."""
     live, frozen, _ = logits(T=1)
-    _, exact = value_and_gradient(Stay(), live, frozen, torch.zeros(1, dtype=torch.long))
+    q, p = torch.softmax(live, -1)[0], torch.softmax(frozen, -1)[0]
+    for sampled, exact, drawn in ((SampledStay(), Stay(), q), (SampledMatch(), Match(), p)):
+        stated = value_and_gradient(exact, live, frozen, torch.zeros(1, dtype=torch.long))
+        for got, wanted in zip(enumerated(sampled, live, frozen, drawn), stated, strict=True):
+            torch.testing.assert_close(got, wanted)
+        other = enumerated(sampled, live, frozen, p if drawn is q else q)
+        assert not torch.allclose(other[0], stated[0], rtol=0.01)
+        assert not torch.allclose(other[1], stated[1], rtol=0.01)
+
+
+def test_sampled_tokens_hold_still_where_the_views_agree():
+    """For every token, so also over tokens that an outcome chose; the likelihood of the chosen ones would pull."""
+    live, _, tokens = logits()
+    for loss in (SampledStay(), SampledMatch()):
+        value, grad = value_and_gradient(loss, live, live, tokens)
+        assert value.count_nonzero() == grad.count_nonzero() == 0
+    assert value_and_gradient(Imitate(), live, live, tokens)[1].count_nonzero() > 0
+
+
+def test_tokens_of_successes_alone_do_not_estimate_the_failed_path_kl():
+    """Why K_j stays exact under every objective: its tokens are no draws of the teacher at their prefixes."""
+    live, frozen, _ = logits(T=1)
     q = torch.softmax(live, -1)[0]
-    expected = torch.zeros_like(exact)
-    for y in range(live.shape[1]):
-        expected += q[y] * value_and_gradient(SampledToken(), live, frozen, torch.tensor([y]))[1]
-    torch.testing.assert_close(expected, exact)
+    success = torch.arange(len(q)) % 2 == 0
+    chosen = q * success / (q * success).sum()
+    exact = value_and_gradient(Stay(), live, frozen, torch.zeros(1, dtype=torch.long))
+    for got, wanted in zip(enumerated(SampledStay(), live, frozen, chosen), exact, strict=True):
+        assert not torch.allclose(got, wanted, rtol=0.01)
 
 
 def test_the_papers_counterexample():
@@ -300,7 +333,16 @@ def test_every_clip_tells_what_it_holds_and_takes(loss):
     assert 0 < float(found["clipped"].mean()) < 1
 
 
-UNCLIPPED = [Match(), Stay(), GeneralizedJSD(0.3), TopK(4), MixedTopK(4), SampledToken(), Reinforce(0.7, 1e3)]
+UNCLIPPED = [
+    Match(),
+    Stay(),
+    GeneralizedJSD(0.3),
+    TopK(4),
+    MixedTopK(4),
+    SampledStay(),
+    SampledMatch(),
+    Reinforce(0.7, 1e3),
+]
 
 
 @pytest.mark.parametrize("loss", UNCLIPPED, ids=repr)
@@ -430,7 +472,8 @@ def test_senseless_losses_are_refused(make):
         GeneralizedJSD(),
         TopK(2),
         MixedTopK(2),
-        SampledToken(),
+        SampledStay(),
+        SampledMatch(),
         ModulatedReinforce(1.0),
     ],
     ids=repr,
@@ -584,7 +627,10 @@ def test_stated_top_k_and_sampled_token():
         loss = TopK(rows[name]["inputs"]["topk"], tail=rows[name]["inputs"]["add_tail"])
         close(loss(live, frozen, torch.zeros(1, dtype=torch.long)), rows[name])
     row = rows["trl_sampled_token"]
-    close(SampledToken()(*probabilities(row), torch.tensor(row["inputs"]["completion_ids"]).flatten()), row)
+    live, frozen = probabilities(row)
+    token = torch.tensor(row["inputs"]["completion_ids"]).flatten()
+    # There the value is the log-ratio times the log-probability that carries the gradient.
+    close(SampledStay()(live, frozen, token) * at_tokens(live, token), row)
 
 
 def test_stated_policy_gradients():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from past_opsd.core.losses import (
     MixedTopK,
     ModulatedReinforce,
     Reinforce,
-    SampledToken,
+    SampledMatch,
+    SampledStay,
     Stay,
     TopK,
 )
@@ -281,13 +283,39 @@ def logged(parts: Session, terms: list[Term]) -> dict[str, float]:
         parts.learner.optimizers["teacher"].zero_grad(set_to_none=True)
 
 
+def test_positions_before_the_start_are_read_and_not_supervised(past: Session):
+    """The same as with those tokens in both prompts: values, means, gradient; beside a term that supervises all."""
+    perturb(past)
+    tokens = (6, 7, 8, 6)
+    whole = [replace(term("stay", tokens, Stay()), start=1), replace(term("stay", tokens, Stay(), weight=0.5), start=3)]
+    whole.append(term("reinforce", tokens, Reinforce(1.5), frozen=False))
+    cut = [term("reinforce", tokens, Reinforce(1.5), frozen=False)]
+    for t in whole[:2]:
+        assert t.frozen is not None
+        head, rest = tokens[: t.start], tokens[t.start :]
+        moved = [View(v.adapter, v.prompt + head) for v in (t.live, t.frozen)]
+        cut.append(replace(t, live=moved[0], frozen=moved[1], tokens=rest, start=0))
+    for reduction in ("sequence", "token"):
+        past.learner._section = past.learner._section.model_copy(update={"reduction": reduction})
+        (value, grad), (wanted, other) = (past.learner.gradient("teacher", terms) for terms in (whole, cut))
+        assert_rounding(torch.tensor(value), torch.tensor(wanted), 1.0)
+        assert_rounding(grad, other, float(other.abs().max()))
+    found, expected = logged(past, whole), logged(past, cut)
+    for key in ("loss", "kl", "entropy", "alignment", "kl_max", "objective"):
+        assert found[f"stay/{key}"] == pytest.approx(expected[f"stay/{key}"], rel=1e-4)
+    assert "stay/kl@00" in found
+    without = logged(past, [replace(t, start=0) for t in whole])
+    assert without["stay/kl"] != pytest.approx(found["stay/kl"], rel=1e-2)
+
+
 @pytest.mark.parametrize(
     "loss",
     [
         GeneralizedJSD(0.5, 1e-3),
         TopK(3, tau=1e-3),
         MixedTopK(3),
-        SampledToken(),
+        SampledStay(),
+        SampledMatch(),
         ModulatedReinforce(1.5, width=1e-3),
         lambda live_logp, frozen_logp, tokens: (live_logp - frozen_logp).square().sum(-1),
     ],

@@ -7,7 +7,7 @@ import pytest
 from rounding import follow
 
 from past_opsd.core import config
-from past_opsd.core.losses import GeneralizedJSD, Imitate, Match, Reinforce, SampledToken, Stay, TopK
+from past_opsd.core.losses import GeneralizedJSD, Imitate, Match, Reinforce, SampledMatch, SampledStay, Stay, TopK
 from past_opsd.core.nouns import Attempt, Batch, Group, PastError, Problem, Response, Verdict, View, route
 from past_opsd.methods.past import Past
 from past_opsd.run.train import Session, session
@@ -96,7 +96,7 @@ def test_factorial_cells(past: Session):
     assert only_trajectory.teacher_view(a) == View("base", past.loop.prompts.hindsight(PROBLEM, a.response.text))
     assert only_trajectory.teacher_terms(Batch((a,), ()), []) == []
     only_adapted = method(past, "method.trajectory=false")
-    assert only_adapted.teacher_view(a) == View("teacher", past.loop.prompts.removed(PROBLEM))
+    assert only_adapted.teacher_view(a) == View("teacher", past.loop.prompts.reference(PROBLEM))
 
 
 def test_branches(past: Session):
@@ -114,7 +114,7 @@ def test_branches(past: Session):
         ("method.objective='jsd'", GeneralizedJSD(0.5, 1.0), GeneralizedJSD(0.5, 1.0)),
         ("method.objective='kl_ce'", Match(1.0), Match(1.0)),
         ("method.objective='top_k'", TopK(100, False, 1.0), TopK(100, False, 1.0)),
-        ("method.objective='sampled_token'", SampledToken(), SampledToken()),
+        ("method.objective='sampled_token'", SampledMatch(), SampledStay()),
     ],
 )
 def test_objectives(past: Session, override: str, correct, distill):

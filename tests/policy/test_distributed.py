@@ -236,7 +236,8 @@ def test_logs_of_ranks_add_up_to_the_log_of_one():
         rows = {name: torch.rand(n, generator=generator, dtype=torch.float64) for name in names}
         values, weight, entropy = torch.rand(3, n, generator=generator)
         result = Result(torch.empty(0), [values], {"entropy": entropy}, [rows])
-        pieces.append((lengths, {"correct": Job(Match(0.5), weight)}, result))
+        starts = {"correct": [int(length > 2) for length in lengths]}
+        pieces.append((lengths, {"correct": Job(Match(0.5), weight)}, result, starts))
     whole, merged = Log(), Log()
     for piece in pieces:
         whole.add(*piece)

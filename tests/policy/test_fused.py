@@ -17,7 +17,8 @@ from past_opsd.core.losses import (
     MixedTopK,
     ModulatedReinforce,
     Reinforce,
-    SampledToken,
+    SampledMatch,
+    SampledStay,
     Stay,
     TopK,
 )
@@ -41,7 +42,8 @@ LOSSES = [
     ModulatedReinforce(-0.8),
     ModulatedReinforce(torch.linspace(-1, 1, T), 0.7, 0.5),
     Imitate(),
-    SampledToken(),
+    SampledStay(),
+    SampledMatch(),
     TopK(5),
     TopK(5, tail=True, tau=0.1),
     MixedTopK(5),
@@ -157,7 +159,7 @@ def test_diagnostics_are_their_definition(loss):
 
 def test_two_losses_on_the_same_views_log_each_their_own():
     live, frozen, head, bias, tokens, weight = problem(dtype=torch.float64)
-    losses = [Match(0.05), Stay(), SampledToken(), GeneralizedJSD(0.3, 0.02), TopK(5, tau=0.1)]
+    losses = [Match(0.05), Stay(), SampledStay(), GeneralizedJSD(0.3, 0.02), TopK(5, tau=0.1)]
     for implementation in ("reference", "chunked", "fused"):
         together = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight) for loss in losses])
         for loss, found in zip(losses, together.diagnostics, strict=True):
@@ -180,7 +182,7 @@ def mixture(weight):
         Job(Reinforce(advantage), failed, frozen=False),
         Job(Stay(), paths),
         Job(TopK(4, tail=True), other),
-        Job(SampledToken(), other),
+        Job(SampledStay(), other),
     ]
     order = torch.randperm(T, generator=torch.Generator().manual_seed(5))
     return [

@@ -29,7 +29,8 @@ from past_opsd.core.losses import (
     Match,
     ModulatedReinforce,
     Reinforce,
-    SampledToken,
+    SampledMatch,
+    SampledStay,
     Stay,
     TopK,
 )
@@ -57,7 +58,8 @@ LOSSES = [
     ModulatedReinforce(-0.8),
     ModulatedReinforce(ADVANTAGE, 0.7, 0.5),
     Imitate(),
-    SampledToken(),
+    SampledStay(),
+    SampledMatch(),
     TopK(5, tail=True, tau=0.1),
 ]
 # Distances are in units of a tensor's largest entry. float64 shows that the formulas are the same; float32 is held
@@ -214,7 +216,7 @@ def mixture(T):
         Job(Stay(), weight * (row % 2 == 1), always=True),
         Job(TopK(4, tail=True), weight * (row == 5)),
         Job(GeneralizedJSD(0.4, 0.02), weight * (row > 5)),
-        Job(SampledToken(), torch.zeros(T, dtype=torch.float64)),
+        Job(SampledStay(), torch.zeros(T, dtype=torch.float64)),
     ]
 
 
@@ -233,7 +235,7 @@ def test_many_losses_on_many_rows_in_chunks(run, budget):
 def test_all_jobs_on_the_same_rows_and_rows_without_any(run):
     live, frozen, head, bias, tokens, weight = problem()
     jobs = [Job(loss, weight * (i + 1), frozen=i % 2 == 0) for i, loss in enumerate((Reinforce(0.7), Reinforce(-0.7)))]
-    jobs += [Job(loss, weight) for loss in (Imitate(), Stay(0.05), SampledToken(), GeneralizedJSD(0.4), Match(0.1))]
+    jobs += [Job(loss, weight) for loss in (Imitate(), Stay(0.05), SampledStay(), GeneralizedJSD(0.4), Match(0.1))]
     assert_equal(
         run(live, frozen, head, bias, tokens, jobs),
         fused.run("reference", live, frozen, head, bias, tokens, jobs),
@@ -266,7 +268,7 @@ def test_without_a_frozen_view(run):
     found = run(*args)
     assert_equal(found, fused.run("reference", *args), EXACT)
     assert [set(rows) for rows in found.diagnostics] == [{"clipped", "removed"}] * 2
-    for loss in (SampledToken(), ModulatedReinforce(1.0), Match()):
+    for loss in (SampledStay(), ModulatedReinforce(1.0), Match()):
         with pytest.raises(PastError, match="compares with a frozen view"):
             run(live, None, head, bias, tokens, [Job(loss, weight)])
 
@@ -345,7 +347,7 @@ def test_views_far_apart(run, dtype):
     assert_same_rows(found, exact, 8 * SINGLE)
 
 
-@pytest.mark.parametrize("loss", [Match(0.05), Stay(), GeneralizedJSD(0.5, 0.02), SampledToken()], ids=repr)
+@pytest.mark.parametrize("loss", [Match(0.05), Stay(), GeneralizedJSD(0.5, 0.02), SampledStay()], ids=repr)
 @pytest.mark.parametrize("gone", [slice(0, 33), slice(-3, None)], ids=["first-block", "end"])
 def test_a_bias_of_minus_infinity_takes_entries_out(run, loss, gone):
     live, frozen, head, bias, tokens, weight = problem()
@@ -430,7 +432,8 @@ def test_where_it_cannot_run_it_says_so(monkeypatch):
 
 
 EVERY = [(Match(0.3), True), (Stay(0.05), True), (GeneralizedJSD(0.3), True), (Reinforce(1.0), True)]
-EVERY += [(ModulatedReinforce(1.0), True), (SampledToken(), True), (Imitate(), False)]
+EVERY += [(ModulatedReinforce(1.0), True), (SampledStay(), True), (SampledMatch(), True)]
+EVERY += [(Imitate(), False)]
 COMPILED = {
     "every-loss": ("fp32", True, EVERY),
     "clipped-match": ("bf16", True, [(Match(0.05), True)]),

@@ -3,9 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from chatml import OPEN, OPENED, THINK, TURNS, tokenizer
 
 from past_opsd.core import config
 from past_opsd.core.config import PromptsSection
@@ -13,34 +11,8 @@ from past_opsd.core.nouns import PastError
 from past_opsd.policy.model import load_tokenizer
 from past_opsd.policy.templates import Finding, check, require
 
-SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>"]
-# ChatML, piece by piece; TURNS keeps what it is given.
-TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-# As Qwen3 does: thinking off is an empty block that the prompt already closes.
-THINK = (
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
 FORGETS = "m.content.split('<think>')[0] + m.content.split('</think>')[-1]"
 DEFAULT = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are kind.<|im_end|>\n{% endif %}"
-
-
-def tokenizer(template: str | None, adds_bos: bool = False, **special: Any) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges, in memory."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
-    if adds_bos:
-        backend.post_processor = processors.TemplateProcessing(
-            single="<|bos|> $A", special_tokens=[("<|bos|>", backend.token_to_id("<|bos|>"))]
-        )
-    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"} | special
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, **{k: v for k, v in names.items() if v is not None})
-    made.chat_template = template
-    return made
 
 
 def section(**kwargs: Any) -> PromptsSection:
@@ -86,7 +58,12 @@ def test_shipped_recipes_have_nothing_to_hear(name: str):
             {"student_kwargs": {"enable_thinking": False}, "teacher_kwargs": {"enable_thinking": True}},
             [],
         ),
-        (tokenizer(TURNS + OPEN + "{{ hint }}"), {"teacher_kwargs": {"hint": "<think>"}}, ["note openings"]),
+        (
+            tokenizer(TURNS + OPENED),
+            {"student_kwargs": {"enable_thinking": False}, "teacher_kwargs": {"enable_thinking": True}},
+            ["note inside"],
+        ),
+        (tokenizer(TURNS + OPEN + "{{ hint }}"), {"teacher_kwargs": {"hint": "Well, "}}, ["note openings"]),
         (tokenizer(DEFAULT + TURNS + OPEN), {}, ["note system"]),
         (tokenizer("{{ strftime_now('%Y') }}" + TURNS + OPEN), {}, ["note dated"]),
         (tokenizer("{{ bos_token }}" + TURNS + OPEN, bos_token="<|bos|>", adds_bos=True), {}, []),
@@ -112,6 +89,7 @@ def test_shipped_recipes_have_nothing_to_hear(name: str):
         "opens-differently",
         "opens-differently-as-asked",
         "opens-thinking",
+        "opens-otherwise",
         "own-system",
         "dated",
         "bos",

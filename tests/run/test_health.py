@@ -94,6 +94,10 @@ def test_alarms():
     assert "raise method.tau" in alarms({"student/distill/alignment": -0.1})[0]
     assert alarms({"student/distill/alignment": 0.1, "rollout/truncated": 0.1, "rollout/dropped": 0}) == []
     assert len(alarms({"rollout/truncated": 0.6, "rollout/dropped": 1})) == 2
+    (told,) = alarms({"failed/unexplored": 2, "student/supervised": 7, "student/unaligned": 1})
+    assert "distilled but not explored" in told
+    (told,) = alarms({"failed/unexplored": 0, "teacher/supervised": 3, "teacher/unaligned": 4})
+    assert told.startswith("teacher: most positions are not supervised")
 
 
 def evaluation(step: int, correct: int, length: float, terse: int, truncated: float = 0.0) -> Evaluation:

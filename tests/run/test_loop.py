@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import io
 from collections import Counter
 
+import chatml
 import pytest
+from rich.console import Console
 
 from past_opsd.core.nouns import Group, PastError
+from past_opsd.interface import look
 from past_opsd.rollout.engines import Request
-from past_opsd.run.train import Session, session
+from past_opsd.run.attempts import read
+from past_opsd.run.folder import RunFolder
+from past_opsd.run.record import Recorder, summarise
+from past_opsd.run.train import Session, _costs, session
 
 
 def test_a_cycle_takes_one_step_per_phase_and_publishes_both(past: Session):
@@ -46,13 +53,85 @@ def test_a_problem_that_comes_twice_in_a_cycle_is_sampled_anew(small_recipe):
         assert texts[:4] != texts[4:]
 
 
-def test_room_for_continuations_is_kept_only_where_they_are_drawn(small_recipe):
-    """Else failures with long prompts would be dropped and successes kept."""
-    for method, explores in (("past", True), ("opsd", False)):
-        with session(small_recipe(f"embedded/{method}", "rollout.teacher.max_new_tokens=250")) as parts:
+def test_a_tight_context_limits_what_is_explored_and_not_what_is_distilled(small_recipe, tmp_path):
+    """Else a failure without room for a whole continuation would go where a success of its length stays."""
+    settings = ["rollout.problems_per_cycle=16", "rollout.teacher.max_new_tokens=80"]
+    with session(small_recipe("embedded/past", *settings)) as parts:
+        loop = parts.loop
+        attempts = loop.attempts(0, loop.take(0))
+        lengths = sorted(len(loop.method.teacher_view(a).prompt) for a in attempts if not a.verdict.correct)
+        loop.max_context = lengths[len(lengths) // 2] + 80
+        cycle = loop.cycle(0)
+        assert cycle.dropped == 0
+        assert len(cycle.batch.attempts) == len(cycle.sampled) == 16
+        open_ = [a for a in cycle.batch.failed if len(loop.method.teacher_view(a).prompt) + 80 <= loop.max_context]
+        assert 0 < len(open_) < len(cycle.batch.failed)
+        assert [g.attempt for g in cycle.groups] == open_
+        assert cycle.unexplored == len(cycle.batch.failed) - len(open_)
+        terms = loop.method.student_terms(cycle.batch)
+        assert Counter(t.tokens for t in terms) == Counter(a.response.tokens for a in attempts)
+        line = summarise(cycle)
+        assert (line["failed/unexplored"], line["rollout/sampled"]) == (cycle.unexplored, 16)
+        # The records name the attempt that a continuation belongs to, whichever of them drew none.
+        Recorder(run := RunFolder(tmp_path / "run"), {}).cycle(0, cycle, {}, {})
+        places = {i for i, a in enumerate(cycle.batch.attempts) if any(g.attempt is a for g in cycle.groups)}
+        drawn = read(run.continuations.path(0))
+        assert {row["trajectory"] for row in drawn} == places
+        assert all(row["problem"] == cycle.batch.attempts[row["trajectory"]].problem.id for row in drawn)
+
+
+def test_what_is_kept_depends_on_lengths_and_not_on_the_outcome(small_recipe):
+    for name in ("past", "opsd"):
+        with session(small_recipe(f"embedded/{name}", "rollout.teacher.max_new_tokens=250")) as parts:
             cycle = parts.loop.cycle(0)
-            assert parts.loop.method.explores == explores
-            assert bool(cycle.batch.failed) != explores
+            assert cycle.dropped == 0
+            assert cycle.batch.failed
+            assert cycle.groups == []
+            assert cycle.unexplored == (len(cycle.batch.failed) if name == "past" else 0)
+            assert parts.learner.steps["student"] == 1
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings of a model whose template writes an empty thinking block for a student that is not to think."""
+    folder = chatml.model(tmp_path_factory.mktemp("qwen3"), chatml.TURNS + chatml.THINK)
+    return [
+        f"model.path='{folder}'",
+        "prompts.student_kwargs={enable_thinking=false}",
+        "prompts.teacher_kwargs={enable_thinking=true}",
+        "method.group_max=1",
+        "rollout.student.max_new_tokens=8",
+        "rollout.teacher.max_new_tokens=8",
+    ]
+
+
+def test_a_first_token_that_the_views_expect_differently_is_not_supervised(small_recipe, thinking, tmp_path):
+    with session(small_recipe("embedded/past", *thinking)) as parts:
+        cycle, prompts = parts.loop.cycle(0), parts.loop.prompts
+        terms = parts.loop.method.student_terms(cycle.batch)
+        starts = [prompts.aligned_from(t.live.prompt, t.frozen.prompt, t.tokens) for t in terms if t.frozen]
+        assert starts == [parts.loop.align(t).start for t in terms]
+        assert min(starts) == 1
+        assert cycle.metrics["student/unaligned"] == sum(starts)
+        assert cycle.metrics["student/supervised"] == sum(len(t.tokens) for t in terms) - sum(starts)
+        assert cycle.metrics["student/stepped"] == 1
+        Recorder(run := RunFolder(tmp_path / "run"), {}).cycle(0, cycle, {}, {})
+        masks = [row["mask"] for row in read(run.rollouts.path(0))]
+        assert masks == [[0] * n + [1] * (len(t.tokens) - n) for t, n in zip(terms, starts, strict=True)]
+    alike = [text.replace("true", "false") for text in thinking]
+    with session(small_recipe("embedded/past", *alike)) as parts:
+        metrics = parts.loop.cycle(0).metrics
+        assert metrics["student/unaligned"] == 0
+        assert metrics["student/supervised"] > 0
+
+
+def test_inspect_marks_what_is_not_supervised(small_recipe, thinking: list[str]):
+    console = Console(record=True, width=200, color_system="truecolor", file=io.StringIO())
+    look.inspect(console, small_recipe("embedded/past", *thinking), 0, dry=True)
+    text = console.export_text(clear=False)
+    assert "note: 1 of " in text
+    assert "the student's prompt ends after a thinking block, the teacher's before any thinking" in text
+    assert "others of the response like this" in text
 
 
 def test_solutions_that_do_not_fit_are_dropped_and_counted(small_recipe):
@@ -96,6 +175,13 @@ def test_what_does_not_fit_is_dropped_and_counted(small_recipe):
         assert limit == 80
         assert cycle.dropped > 0
         assert cycle.dropped + len(cycle.batch.attempts) == parts.recipe.rollout.problems_per_cycle
+        assert len(cycle.sampled) == parts.recipe.rollout.problems_per_cycle
+        cost, line = _costs(cycle), summarise(cycle)
+        drawn = [c for group in cycle.groups for c in group.drawn]
+        assert cost["cost/student_samples"] == line["rollout/sampled"] == len(cycle.sampled)
+        assert cost["cost/student_tokens"] == sum(len(a.response.tokens) for a in cycle.sampled)
+        assert cost["cost/verifier_calls"] == len(cycle.sampled) + len(drawn)
+        assert line["rollout/dropped"] == cycle.dropped
         for a in cycle.batch.attempts:
             assert len(parts.loop.method.teacher_view(a).prompt) + len(a.response.tokens) <= limit
 
@@ -154,5 +240,5 @@ def test_no_prompt_is_rendered_twice_in_a_cycle(small_recipe, monkeypatch: pytes
 
 def test_a_method_that_explores_some_failures_alone_is_refused(past: Session, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(past.loop.method, "explore", lambda failed, draw: [Group(a, ()) for a in failed[1:]])
-    with pytest.raises(PastError, match="a Group for every failed attempt, in order, or none"):
+    with pytest.raises(PastError, match="a Group for every attempt given, in order, or none"):
         past.loop.cycle(0)

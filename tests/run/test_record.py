@@ -69,7 +69,9 @@ def test_failures_that_are_alike_keep_their_own_continuations(past: Session, tmp
     first, second = cycle.groups[:2]
     twin = replace(second, attempt=first.attempt)
     batch = replace(cycle.batch, failed=(first.attempt, twin.attempt))
-    Recorder(RunFolder(tmp_path), {}).cycle(0, replace(cycle, batch=batch, groups=[first, twin]), {}, {})
+    starts = (0,) * len(batch.attempts)
+    cycle = replace(cycle, batch=batch, groups=[first, twin], starts=starts)
+    Recorder(RunFolder(tmp_path), {}).cycle(0, cycle, {}, {})
     rows = pq.read_table(tmp_path / "continuations" / "cycle-00000.parquet").to_pylist()
     at = len(batch.correct)
     assert [row["trajectory"] for row in rows] == [at] * len(first.drawn) + [at + 1] * len(second.drawn)

@@ -1,0 +1,81 @@
+"""In which settings a row of a comparison differs from the others, read from the runs' own recipes.
+
+What makes the method is apart: its section but for `SHARED`, the prompts of one baseline alone. So are names and seeds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from past_opsd.core.config import Recipe
+from past_opsd.core.prompts import OPTIONAL
+from past_opsd.run.folder import RunFolder
+
+SHARED = ("tau", "temperature")
+"""Of a method's section what means the same in all of them."""
+APART = {"name", "description", "run.seed", *(f"prompts.{role}" for role in OPTIONAL)}
+TITLE = "Settings in which a row differs from the others; what makes the method is apart"
+HEADER = ("Method", "setting", "here", "common")
+_WIDE = 24
+
+Settings = Mapping[str, str]
+"""Key -> value, as JSON."""
+
+
+def of(recipe: Recipe) -> dict[str, str]:
+    """The settings of a recipe that the rows of a comparison could share."""
+    return {
+        key: json.dumps(value, default=dict)
+        for key, value in _leaves(recipe)
+        if key not in APART and (not key.startswith("method.") or key.removeprefix("method.") in SHARED)
+    }
+
+
+def of_run(folder: Path) -> dict[str, str]:
+    """The same of the recipe that a run wrote into its folder."""
+    return of(RunFolder(folder).recipe())
+
+
+def _leaves(section: BaseModel, path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section:
+        if isinstance(value, BaseModel):
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def differences(rows: Mapping[str, Settings], reference: str) -> list[dict[str, str]]:
+    """Where a row's value is not the common one: what most rows with that key have, of several the reference's."""
+    found: list[dict[str, str]] = []
+    for key in dict.fromkeys(key for settings in rows.values() for key in settings):
+        values = {label: settings[key] for label, settings in rows.items() if key in settings}
+        counts = Counter(values.values())
+        most = [value for value, count in counts.items() if count == max(counts.values())]
+        common = values[reference] if values.get(reference) in most else most[0]
+        found += [
+            {"row": label, "key": key, "value": _shown(value), "common": _shown(common)}
+            for label, value in values.items()
+            if value != common
+        ]
+    order = list(rows)
+    return sorted(found, key=lambda item: order.index(item["row"]))
+
+
+def _shown(value: str) -> str:
+    """As a recipe has it; a long text by its length."""
+    plain = json.loads(value)
+    if isinstance(plain, str) and (len(plain) > _WIDE or "\n" in plain):
+        return f"a text of {len(plain)} letters"
+    text = plain if isinstance(plain, str) else value.replace("Infinity", "inf").replace("null", "-")
+    return text if len(text) <= _WIDE else f"{text[: _WIDE - 3]}..."
+
+
+def lines(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The differences in a suite's results as rows under `HEADER`."""
+    return [(item["row"], item["key"], item["value"], item["common"]) for item in result.get("settings", [])]
