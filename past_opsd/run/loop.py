@@ -13,7 +13,19 @@ from typing import Protocol
 import numpy as np
 
 from past_opsd.core.config import RolloutSection, Sampling
-from past_opsd.core.nouns import Adapter, Attempt, Batch, Group, PastError, Problem, Term, View, derive_seed, route
+from past_opsd.core.nouns import (
+    Adapter,
+    Attempt,
+    Batch,
+    Group,
+    PastError,
+    Problem,
+    Term,
+    View,
+    by_problem,
+    derive_seed,
+    route,
+)
 from past_opsd.core.prompts import Prompts
 from past_opsd.core.sampler import Round
 from past_opsd.methods import Method
@@ -42,6 +54,8 @@ class Cycle:
     dropped: int
     versions: dict[Adapter, int]
     metrics: dict[str, float]
+    replaced: tuple[Attempt, ...] = ()
+    """Sampled and verified, but given up by dynamic sampling."""
 
 
 @dataclass
@@ -57,6 +71,13 @@ class Loop:
     learner: Learner
     max_context: int
 
+    def __post_init__(self) -> None:
+        if self.rollout.dynamic_rounds and type(self.method).teaches is Method.teaches:
+            raise PastError(
+                f"rollout.dynamic_rounds = {self.rollout.dynamic_rounds}: every problem teaches this method, so there is "
+                "nothing to replace; set it to 0, its default"
+            )
+
     def cycle(self, k: int, phase: Callable[[str], None] = lambda name: None) -> Cycle:
         """One cycle, from p_k and q_k to p_{k+1} and q_{k+1}; no prompt is rendered twice."""
         with self.prompts.once():
@@ -71,7 +92,8 @@ class Loop:
         problems = [p for p in asked if self.method.room(p) <= self.max_context]
         attempts = self.attempts(k, asked) if self.method.rollouts else []  # Y ~ p_k(. | X), R = V(X, Y)
         kept = [a for a in attempts if self._fits(a)]
-        batch = route(kept, problems)
+        used, replaced = self._filled(k, asked, kept)
+        batch = route(used, problems)
 
         phase("draw")
         groups = self.method.explore(batch.failed, self._draw(k, batch.failed))  # C_j ~ q_k(. | U)
@@ -93,7 +115,38 @@ class Loop:
         wanted = len(asked) * self.rollout.samples_per_problem if self.method.rollouts else 0
         dropped = wanted - len(kept) + len(asked) - len(problems)
         metrics |= self.method.metrics() | self.lab.engine.metrics()
-        return Cycle(batch, groups, dropped, versions, metrics)
+        return Cycle(batch, groups, dropped, versions, metrics, replaced)
+
+    def _filled(
+        self, k: int, asked: Sequence[Problem], first: list[Attempt]
+    ) -> tuple[list[Attempt], tuple[Attempt, ...]]:
+        """Dynamic sampling: problems that teach nothing give way to new ones; returns what stays and what gave way.
+
+        The new ones are those not asked in this cycle, in an order that follows from the seed and k alone, so neither a
+        resume nor the other cycles' problems depend on what was replaced. Where nothing teaches, the first draw stands.
+        """
+        rounds = self.rollout.dynamic_rounds
+        spare = self._spare(k, asked) if rounds else []
+        teaching = [group for group in by_problem(first) if not rounds or self.method.teaches(group)]
+        drawn = list(first)
+        for _ in range(rounds):
+            wanted = len(asked) - len(teaching)
+            new, spare = spare[:wanted], spare[wanted:]
+            if not new:
+                break
+            found = self.attempts(k, new)
+            fitting = by_problem([a for a in found if self._fits(a)])
+            teaching += [group for group in fitting if self.method.teaches(group)]
+            drawn += found
+        kept = [a for group in teaching for a in group] if rounds and teaching else first
+        stays = set(map(id, kept))
+        return kept, tuple(a for a in drawn if id(a) not in stays)
+
+    def _spare(self, k: int, asked: Sequence[Problem]) -> list[Problem]:
+        """The problems that a cycle has not asked, in an order of its own."""
+        ids = {problem.id for problem in asked}
+        order = np.random.default_rng(derive_seed(self.seed, "dynamic", k)).permutation(len(self.problems))
+        return [self.problems[i] for i in order if self.problems[i].id not in ids]
 
     def publish(self) -> None:
         """Let the engine serve both adapters as they are now."""

@@ -26,7 +26,9 @@ class Recorder:
 
     def cycle(self, k: int, cycle: Cycle, totals: Mapping[str, int], seconds: Mapping[str, float]) -> dict[str, float]:
         """Record cycle k; returns its metrics line."""
-        rollouts = [row(k, a, cycle.versions, i, False) for i, a in enumerate(cycle.batch.attempts)]
+        used = len(cycle.batch.attempts)
+        sampled = enumerate((*cycle.batch.attempts, *cycle.replaced))
+        rollouts = [row(k, a, cycle.versions, i, i >= used) for i, a in sampled]
         continuations = [
             row(k, c, cycle.versions, trajectory, discarded)
             for trajectory, group in enumerate(cycle.groups, len(cycle.batch.correct))  # failed ones come last
@@ -107,10 +109,12 @@ def peak_memory() -> float:
 
 def summarise(cycle: Cycle) -> dict[str, float]:
     """The cycle's numbers beside the learner's diagnostics."""
-    attempts = cycle.batch.attempts
+    attempts = (*cycle.batch.attempts, *cycle.replaced)
     lengths = [len(a.response.tokens) for a in attempts]
     drawn = [c for group in cycle.groups for c in group.drawn]
     out: dict[str, float] = {"rollout/dropped": cycle.dropped}
+    if cycle.replaced:
+        out["rollout/replaced"] = len(cycle.replaced)
     if attempts:
         out |= {
             "rollout/success": _mean([a.verdict.correct for a in attempts]),

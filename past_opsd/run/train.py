@@ -289,7 +289,7 @@ def _same_setup(parts: Session) -> None:
 
 
 def _record(recorder: Recorder, k: int, cycle: Cycle, totals: dict[str, int], clock: Clock) -> dict[str, float]:
-    for name, count in _costs(cycle).items():
+    for name, count in costs(cycle).items():
         totals[name] = totals.get(name, 0) + count
     return recorder.cycle(k, cycle, totals, clock.seconds(k))
 
@@ -409,9 +409,9 @@ def _save(parts: Session, run: RunFolder, step: int) -> None:
     checkpoint.save(run, step, parts.model, parts.learner, state)
 
 
-def _costs(cycle: Cycle) -> dict[str, int]:
+def costs(cycle: Cycle) -> dict[str, int]:
     """Samples, tokens and verifier calls of one cycle, by role."""
-    student = [a.response for a in cycle.batch.attempts]
+    student = [a.response for a in (*cycle.batch.attempts, *cycle.replaced)]
     teacher = [c.response for group in cycle.groups for c in group.drawn]
     return {
         "cost/student_samples": len(student),
