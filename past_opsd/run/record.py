@@ -20,9 +20,10 @@ from past_opsd.run.loop import Cycle
 class Recorder:
     """Writes a run's records down, cycle by cycle, and a digest of each."""
 
-    def __init__(self, run: RunFolder, digests: dict[str, str]):
+    def __init__(self, run: RunFolder, digests: dict[str, str], processes: int = 1):
         self._run = run
         self._digests = digests
+        self._processes = processes
 
     def cycle(self, k: int, cycle: Cycle, totals: Mapping[str, int], seconds: Mapping[str, float]) -> dict[str, float]:
         """Record cycle k; returns its metrics line."""
@@ -41,9 +42,14 @@ class Recorder:
         line = {"cycle": k} | summarise(cycle) | dict(totals)
         self._run.add_line(self._run.metrics_file, line)
         self._digests[line_name(k)] = line_digest(line)
-        timing = {name: round(s, 4) for name, s in seconds.items()}
-        self._run.add_line(self._run.timings_file, {"cycle": k} | timing | {"peak_mib": round(peak_memory(), 1)})
+        self.time(k, seconds)
         return line
+
+    def time(self, k: int, seconds: Mapping[str, float]) -> None:
+        """Seconds by phase of cycle k, on how many processes, and the memory so far."""
+        timing = {name: round(s, 4) for name, s in seconds.items()}
+        about = {"processes": self._processes, "peak_mib": round(peak_memory(), 1)}
+        self._run.add_line(self._run.timings_file, {"cycle": k} | timing | about)
 
     def _attempts(self, series: Series, k: int, rows: Sequence[Row]) -> None:
         self._run.write_attempts(series, k, rows)

@@ -22,6 +22,7 @@ from past_opsd.core.lock import held
 from past_opsd.core.nouns import PastError, derive_seed
 from past_opsd.core.prompts import Prompts
 from past_opsd.learner import Learner
+from past_opsd.methods import Method
 from past_opsd.policy import templates
 from past_opsd.policy.distributed import World
 from past_opsd.policy.model import Model
@@ -29,7 +30,7 @@ from past_opsd.rollout.lab import Lab
 from past_opsd.rollout.verifiers import Verifier
 from past_opsd.run import checkpoint, evaluate, ledger
 from past_opsd.run.evaluate import evaluation_steps
-from past_opsd.run.folder import RunFolder
+from past_opsd.run.folder import PREPARATION, RunFolder
 from past_opsd.run.health import Watcher, counted, droughts, entropy_health, evaluation_alarms, health
 from past_opsd.run.ledger import Ledger
 from past_opsd.run.loop import Cycle, Loop
@@ -220,11 +221,12 @@ def train(
             return world.any(asked() or stop())
 
         state: dict[str, Any] = {"next_cycle": 0}
+        prepared: dict[str, float] = {}
         if existing:
             state = _restore(parts, run, display, step)
         else:
             under_way = "finishing what comes before the first cycle, then a checkpoint"
-            _begin(parts, run)
+            prepared = _begin(parts, run)
         start = state["next_cycle"]
         opened(parts)
         clock = Clock(display.phase)
@@ -234,7 +236,9 @@ def train(
         if existing:
             under_way = f"finishing what comes before cycle {start + 1}"
             _account(parts, run, state, display)
-        recorder = Recorder(run, parts.ledger.digests) if world.first else None
+        recorder = Recorder(run, parts.ledger.digests, world.size) if world.first else None
+        if recorder is not None and prepared:
+            recorder.time(PREPARATION, prepared)
         watcher = Watcher(run.read_metrics()) if world.first else Watcher([])
         profiler = Profile(run.profile) if profile and world.first else None
         for k in range(start, recipe.run.cycles):
@@ -312,15 +316,21 @@ def outcome(recipe: Recipe, run: RunFolder, completed: int) -> Outcome:
     return Outcome(run.path, completed, recipe.run.cycles, evaluations, warnings)
 
 
-def _begin(parts: Session, run: RunFolder) -> None:
+def _begin(parts: Session, run: RunFolder) -> dict[str, float]:
+    """What comes before the first cycle, up to its checkpoint; returns the method's seconds of it, if it had work."""
     # No draw of ours comes from a global stream; a user's verifier or task may, so those streams start from the seed.
     random.seed(derive_seed(parts.recipe.run.seed, "python"))
     torch.manual_seed(derive_seed(parts.recipe.run.seed, "torch") >> 1)
     if parts.world.first:
         run.write_recipe(parts.recipe)
-    parts.loop.prepare()
+    clock = Clock()
+    parts.loop.lab.span = clock.span
+    with clock.span("prepare"):
+        parts.loop.prepare()
+    prepared = clock.seconds(0)
     _evaluate(parts, run, 0, None)
     _checkpoint(parts, run, 0)
+    return prepared if type(parts.loop.method).prepare is not Method.prepare else {}
 
 
 def _protected(recipe: Recipe, run: RunFolder) -> set[int]:
@@ -404,6 +414,7 @@ def _save(parts: Session, run: RunFolder, step: int) -> None:
         "rollout_seed": parts.recipe.run.seed,
         "package": __version__,
         "identity": parts.identity,
+        "parameters": parts.model.sizes,
         "records": parts.ledger.dump(),
     }
     checkpoint.save(run, step, parts.model, parts.learner, state)
