@@ -338,8 +338,8 @@ def _compare(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt(f"stopped; {again}") from None
     result = suite.results(chosen, suite.collect(chosen, seeds, args.out), seeds)
     folder = suite.save(args.out, result)
-    for sheet in tables.sheets(result):
-        console.print(tables.terminal(sheet))
+    for sheet in tables.sheets(result, digits=1):
+        console.print(*tables.terminal(sheet), sep="\n")
     console.print(f"results.json, tables.md, tables.tex: {folder}", highlight=False, soft_wrap=True)
     return 0
 
@@ -483,6 +483,12 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
             "--seed 1",
             "analysis.theory.command",
             arguments.theory,
+        ),
+        Command(
+            "results",
+            "tables, intervals and figures from committed evidence; costs of runs",
+            "rebuild --check",
+            "analysis.results",
         ),
         Command("bench", "measure this package beside its peers", "divergence --tokens 256", "analysis.bench"),
     ),

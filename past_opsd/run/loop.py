@@ -74,8 +74,8 @@ class Loop:
     def __post_init__(self) -> None:
         if self.rollout.dynamic_rounds and type(self.method).teaches is Method.teaches:
             raise PastError(
-                f"rollout.dynamic_rounds = {self.rollout.dynamic_rounds}: every problem teaches this method, so there is "
-                "nothing to replace; set it to 0, its default"
+                f"rollout.dynamic_rounds = {self.rollout.dynamic_rounds}: every problem teaches this method, so none "
+                "would be replaced; set it to 0, its default"
             )
 
     def cycle(self, k: int, phase: Callable[[str], None] = lambda name: None) -> Cycle:

@@ -7,7 +7,7 @@ import pytest
 from past_opsd.core.nouns import Group, PastError, by_problem
 from past_opsd.rollout.engines import Request
 from past_opsd.run.record import summarise
-from past_opsd.run.train import Session, costs, session
+from past_opsd.run.train import Session, assemble, costs, session
 
 
 def test_a_cycle_takes_one_step_per_phase_and_publishes_both(past: Session):
@@ -201,5 +201,4 @@ def test_dynamic_sampling_is_bounded(small_recipe):
 
 def test_dynamic_sampling_is_refused_where_every_problem_teaches(small_recipe):
     with pytest.raises(PastError, match=r"rollout\.dynamic_rounds = 4: every problem teaches this method"):
-        with session(small_recipe("embedded/past", "rollout.dynamic_rounds=4")):
-            pass
+        assemble(small_recipe("embedded/past", "rollout.dynamic_rounds=4"))
