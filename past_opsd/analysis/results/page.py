@@ -89,7 +89,17 @@ class Source:
 
     def functions(self) -> dict[str, Any]:
         """By the name that a template calls."""
-        asked = (self.title, self.table, self.score, self.span, self.cost, self.diagnostic, self.percent, self.style, self.gap)
+        asked = (
+            self.title,
+            self.table,
+            self.score,
+            self.span,
+            self.cost,
+            self.diagnostic,
+            self.percent,
+            self.style,
+            self.gap,
+        )
         return {function.__name__: function for function in (*asked, self.claims, self.order, self.seeds, self.cycles)}
 
     def _at(self, name: str, world: str) -> Compared:
