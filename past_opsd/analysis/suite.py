@@ -195,9 +195,15 @@ def _start(recipe: str, folder: Path, settings: Sequence[str]) -> subprocess.Pop
     )
 
 
-def collect(suite: Suite, seeds: Sequence[int], out: Path) -> list[Row]:
-    """Read the runs of a suite; a row without all its runs says so."""
-    return gather(suite, seeds, lambda recipe, seed: evidence.read(run_folder(out, recipe, seed)))
+def collect(suite: Suite, seeds: Sequence[int], out: Path, failed: Mapping[str, str] | None = None) -> list[Row]:
+    """Read the runs of a suite; a row without all its runs, or whose recipe `failed`, says why."""
+
+    def read(recipe: str, seed: int) -> Record:
+        if failed and recipe in failed:
+            raise PastError(failed[recipe])
+        return evidence.read(run_folder(out, recipe, seed))
+
+    return gather(suite, seeds, read)
 
 
 def gather(suite: Suite, seeds: Sequence[int], read: Callable[[str, int], Record]) -> list[Row]:

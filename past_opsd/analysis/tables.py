@@ -225,7 +225,9 @@ def _table(sheet: Sheet, columns: Sequence[int], titled: bool) -> Table:
 
 def markdown(result: Result) -> str:
     """All sheets of a suite."""
-    return "\n\n".join(f"{sheet.title}\n\n{markdown_table(sheet)}" for sheet in sheets(result)) + "\n"
+    parts = [f"{sheet.title}\n\n{markdown_table(sheet)}" for sheet in sheets(result)]
+    parts += [f"{row['label']} is missing: {row['missing']}" for row in result["rows"] if "missing" in row]
+    return "\n\n".join(parts) + "\n"
 
 
 def markdown_table(sheet: Sheet) -> str:

@@ -51,11 +51,13 @@ class Cycle:
 
     batch: Batch
     groups: list[Group]
+    sampled: tuple[Attempt, ...]
+    """All of the student's responses, also those that no phase could read."""
     dropped: int
     versions: dict[Adapter, int]
     metrics: dict[str, float]
     replaced: tuple[Attempt, ...] = ()
-    """Sampled and verified, but given up by dynamic sampling."""
+    """Of those, what dynamic sampling gave up."""
 
 
 @dataclass
@@ -90,9 +92,9 @@ class Loop:
         phase("rollout")
         asked = self.take(k)
         problems = [p for p in asked if self.method.room(p) <= self.max_context]
-        attempts = self.attempts(k, asked) if self.method.rollouts else []  # Y ~ p_k(. | X), R = V(X, Y)
-        kept = [a for a in attempts if self._fits(a)]
-        used, replaced = self._filled(k, asked, kept)
+        sampled = self.attempts(k, asked) if self.method.rollouts else []  # Y ~ p_k(. | X), R = V(X, Y)
+        kept = [a for a in sampled if self._fits(a)]
+        used, more = self._filled(k, asked, kept)
         batch = route(used, problems)
 
         phase("draw")
@@ -115,12 +117,12 @@ class Loop:
         wanted = len(asked) * self.rollout.samples_per_problem if self.method.rollouts else 0
         dropped = wanted - len(kept) + len(asked) - len(problems)
         metrics |= self.method.metrics() | self.lab.engine.metrics()
-        return Cycle(batch, groups, dropped, versions, metrics, replaced)
+        stays = set(map(id, used))
+        replaced = tuple(a for a in (*kept, *more) if id(a) not in stays)
+        return Cycle(batch, groups, (*sampled, *more), dropped, versions, metrics, replaced)
 
-    def _filled(
-        self, k: int, asked: Sequence[Problem], first: list[Attempt]
-    ) -> tuple[list[Attempt], tuple[Attempt, ...]]:
-        """Dynamic sampling: problems that teach nothing give way to new ones; returns what stays and what gave way.
+    def _filled(self, k: int, asked: Sequence[Problem], first: list[Attempt]) -> tuple[list[Attempt], list[Attempt]]:
+        """Dynamic sampling: problems that teach nothing give way to new ones; returns what is used and what was drawn.
 
         The new ones are those not asked in this cycle, in an order that follows from the seed and k alone, so neither a
         resume nor the other cycles' problems depend on what was replaced. Where nothing teaches, the first draw stands.
@@ -128,7 +130,7 @@ class Loop:
         rounds = self.rollout.dynamic_rounds
         spare = self._spare(k, asked) if rounds else []
         teaching = [group for group in by_problem(first) if not rounds or self.method.teaches(group)]
-        drawn = list(first)
+        drawn: list[Attempt] = []
         for _ in range(rounds):
             wanted = len(asked) - len(teaching)
             new, spare = spare[:wanted], spare[wanted:]
@@ -138,9 +140,7 @@ class Loop:
             fitting = by_problem([a for a in found if self._fits(a)])
             teaching += [group for group in fitting if self.method.teaches(group)]
             drawn += found
-        kept = [a for group in teaching for a in group] if rounds and teaching else first
-        stays = set(map(id, kept))
-        return kept, tuple(a for a in drawn if id(a) not in stays)
+        return ([a for group in teaching for a in group] if rounds and teaching else first), drawn
 
     def _spare(self, k: int, asked: Sequence[Problem]) -> list[Problem]:
         """The problems that a cycle has not asked, in an order of its own."""

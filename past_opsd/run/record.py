@@ -115,7 +115,7 @@ def peak_memory() -> float:
 
 def summarise(cycle: Cycle) -> dict[str, float]:
     """The cycle's numbers beside the learner's diagnostics."""
-    attempts = (*cycle.batch.attempts, *cycle.replaced)
+    attempts = cycle.sampled
     lengths = [len(a.response.tokens) for a in attempts]
     drawn = [c for group in cycle.groups for c in group.drawn]
     out: dict[str, float] = {"rollout/dropped": cycle.dropped}

@@ -421,8 +421,8 @@ def _save(parts: Session, run: RunFolder, step: int) -> None:
 
 
 def costs(cycle: Cycle) -> dict[str, int]:
-    """Samples, tokens and verifier calls of one cycle, by role."""
-    student = [a.response for a in (*cycle.batch.attempts, *cycle.replaced)]
+    """Samples, tokens and verifier calls of one cycle, by role; what was sampled counts, trained on or not."""
+    student = [a.response for a in cycle.sampled]
     teacher = [c.response for group in cycle.groups for c in group.drawn]
     return {
         "cost/student_samples": len(student),

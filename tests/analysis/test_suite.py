@@ -156,7 +156,9 @@ def test_a_row_without_its_runs_is_shown_as_missing(compared: Path, tmp_path: Pa
     for sheet in tables.sheets(found)[:2]:
         assert sheet.rows[-1][0] == "GRPO (missing)"
         assert set(sheet.rows[-1][1:]) == {"-"}
-    suite.save(tmp_path, found)
+    assert "GRPO is missing: " in (suite.save(tmp_path, found) / "tables.md").read_text()
+    said = suite.collect(three, SEEDS, compared, {"embedded/opsd": "it broke"})
+    assert [row.missing for row in said][:2] == ["it broke", ""]
     lost = replace(three, reference="GRPO")
     without = suite.results(lost, suite.collect(lost, SEEDS, compared), SEEDS)
     assert [row[-1] for row in tables.scores(without).rows] == ["-"] * 4

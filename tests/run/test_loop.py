@@ -183,7 +183,8 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_teach(small_recipe):
     assert not gave_way & {a.problem.id for a in after.batch.attempts}
     counted = summarise(after)
     assert counted["rollout/replaced"] == len(after.replaced) > 0
-    everything = (*after.batch.attempts, *after.replaced)
+    everything = after.sampled
+    assert set(map(id, everything)) == set(map(id, (*after.batch.attempts, *after.replaced)))
     assert counted["rollout/success"] == pytest.approx(sum(a.verdict.correct for a in everything) / len(everything))
     assert costs(after)["cost/student_samples"] == costs(after)["cost/verifier_calls"] == len(everything)
 

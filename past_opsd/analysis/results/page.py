@@ -23,6 +23,11 @@ from past_opsd.core.nouns import PastError
 
 TEMPLATE = "page.md.jinja"
 NOT_RUN = "not run"
+FUNCTIONS = (
+    *("has", "title", "table", "claims", "order", "seeds", "cycles"),
+    *("score", "span", "gap", "cost", "diagnostic", "percent", "style"),
+)
+"""Of `Source`, what a template may call."""
 
 
 class World:
@@ -89,18 +94,11 @@ class Source:
 
     def functions(self) -> dict[str, Any]:
         """By the name that a template calls."""
-        asked = (
-            self.title,
-            self.table,
-            self.score,
-            self.span,
-            self.cost,
-            self.diagnostic,
-            self.percent,
-            self.style,
-            self.gap,
-        )
-        return {function.__name__: function for function in (*asked, self.claims, self.order, self.seeds, self.cycles)}
+        return {name: getattr(self, name) for name in FUNCTIONS}
+
+    def has(self, name: str, world: str = "default") -> bool:
+        """Whether there is evidence of a suite."""
+        return (name, world) in self._found
 
     def _at(self, name: str, world: str) -> Compared:
         if (name, world) not in self._found:
