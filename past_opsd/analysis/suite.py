@@ -309,9 +309,9 @@ def results(suite: Suite, rows: Sequence[Row], seeds: Sequence[int]) -> dict[str
 
 
 def _rounded(value: Any) -> Any:
-    """To twelve decimals: another processor adds in another order."""
+    """To nine decimals: another processor adds in another order."""
     if isinstance(value, float):
-        return round(value, 12)
+        return round(value, 9)
     if isinstance(value, Mapping):
         return {key: _rounded(inner) for key, inner in value.items()}
     return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -110,6 +110,12 @@ def test_what_does_not_follow_is_told(copy: Path, capsys: pytest.CaptureFixture[
     assert f"{told}: does not follow from the evidence" in capsys.readouterr().out
 
 
+def test_tables_of_which_there_is_no_evidence_are_told(copy: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copytree(copy / "main", copy / "mine")
+    assert check(copy) == 1
+    assert "mine/tables.md: there is no evidence of it; delete it" in capsys.readouterr().out
+
+
 def test_evidence_is_small_and_holds_no_place_of_a_machine(compared: Path, collected: Path, tmp_path: Path):
     files = list((collected / "worlds" / "default").iterdir())
     assert sorted(file.name for file in files) == ["cycles.parquet", "outcomes.parquet", "runs.parquet"]

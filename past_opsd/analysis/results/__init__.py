@@ -62,8 +62,11 @@ def _rebuild(args: argparse.Namespace) -> int:
         if not args.check:
             with whole(path) as part:
                 part.write_bytes(made[path])
+    stray = page.stray(_folder(args), made)
+    for path in stray:
+        print(f"{path}: there is no evidence of it; delete it")
     print(f"{len(made) - len(changed)} of {len(made)} files are what the evidence gives")
-    return 1 if args.check and changed else 0
+    return 1 if args.check and (changed or stray) else 0
 
 
 def _cost(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from past_opsd.core.nouns import PastError
 TEMPLATE = "page.md.jinja"
 NOT_RUN = "not run"
 FUNCTIONS = (
-    *("has", "title", "table", "claims", "order", "seeds", "cycles"),
+    *("has", "title", "table", "claims", "order", "seeds", "cycles", "sets", "samples", "setting"),
     *("score", "span", "gap", "cost", "diagnostic", "percent", "style"),
 )
 """Of `Source`, what a template may call."""
@@ -40,6 +40,10 @@ class World:
     def seeds(self) -> list[int]:
         """Every training seed that there is."""
         return sorted({seed for _, seed in self.records})
+
+    def knows(self, chosen: Suite) -> bool:
+        """Whether there is a run of a suite."""
+        return bool({*chosen.rows.values()} & {recipe for recipe, _ in self.records})
 
     def read(self, recipe: str, seed: int) -> Record:
         """One run."""
@@ -82,7 +86,7 @@ class Source:
             (chosen.name, name): Compared(chosen, worlds[name])
             for chosen in self._suites.values()
             for name in chosen.worlds
-            if name in worlds
+            if name in worlds and worlds[name].knows(chosen)
         }
 
     def files(self) -> dict[str, dict[str, str]]:
@@ -129,6 +133,25 @@ class Source:
     def cycles(self, name: str = "main", world: str = "default") -> str:
         """The last boundary."""
         return str(self._at(name, world).result["cycles"])
+
+    def samples(self, name: str = "main", world: str = "default") -> str:
+        """Draws a problem."""
+        return str(self._at(name, world).result["samples"])
+
+    def sets(self, name: str = "main", world: str = "default") -> str:
+        """How many held-out sets of how many problems."""
+        outcomes = self._at(name, world).outcomes("Base") or {}
+        sizes = " or ".join(str(size) for size in sorted({values.shape[1] for values in outcomes.values()}))
+        return f"{len(outcomes)} held-out sets of {sizes} problems"
+
+    def setting(self, name: str, label: str, key: str, world: str = "default") -> str:
+        """What a row's runs were given under `section.key`."""
+        at = self._at(name, world)
+        row = at.row(label)
+        if row.missing:
+            return NOT_RUN
+        section, _, field = key.partition(".")
+        return str(at.world.read(row.recipe, at.world.seeds[0]).settings[section][field])
 
     def score(self, name: str, label: str, world: str = "default") -> str:
         """Macro Avg@k in percent."""
@@ -269,3 +292,9 @@ def build(folder: Path, family: str, page: Path) -> dict[Path, bytes]:
         line = getattr(error, "lineno", None)
         raise PastError(f"{folder / TEMPLATE}{f':{line}' if line else ''}: {error}") from None
     return made | drawn
+
+
+def stray(folder: Path, made: Mapping[Path, bytes]) -> list[Path]:
+    """Tables beside the evidence that do not come from it."""
+    names = {path.name for path in made if path.parent.parent == folder}
+    return sorted(path for path in folder.glob("*/*") if path.name in names and path not in made)
