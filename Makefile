@@ -4,10 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-portable test-vllm wheel-test triton chaos docs check format bench clean
+.PHONY: demo results test test-slow test-portable test-vllm wheel-test triton chaos docs check format bench clean
 
 demo: $(READY)
 	$(BIN)/past demo
+
+# All suites and worlds, about half an hour of two cores, resumed where it was stopped; then docs/results.md from them.
+results: $(READY)
+	PAST=$(BIN)/past PYTHON=$(BIN)/python scripts/make_results.sh
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'

@@ -8,14 +8,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
-from past_opsd.core.config import Recipe
 from past_opsd.core.prompts import OPTIONAL
-from past_opsd.run.folder import RunFolder
 
 SHARED = ("tau", "temperature")
 """Of a method's section what means the same in all of them."""
@@ -28,23 +23,18 @@ Settings = Mapping[str, str]
 """Key -> value, as JSON."""
 
 
-def of(recipe: Recipe) -> dict[str, str]:
-    """The settings of a recipe that the rows of a comparison could share."""
+def of(recipe: Mapping[str, Any]) -> dict[str, str]:
+    """The settings of a recipe, as `config.dump` gives it, that the rows of a comparison could share."""
     return {
-        key: json.dumps(value, default=dict)
+        key: json.dumps(value)
         for key, value in _leaves(recipe)
         if key not in APART and (not key.startswith("method.") or key.removeprefix("method.") in SHARED)
     }
 
 
-def of_run(folder: Path) -> dict[str, str]:
-    """The same of the recipe that a run wrote into its folder."""
-    return of(RunFolder(folder).recipe())
-
-
-def _leaves(section: BaseModel, path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section:
-        if isinstance(value, BaseModel):
+def _leaves(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", value

@@ -25,14 +25,27 @@ from typing import Any
 import numpy as np
 
 from past_opsd.analysis import settings, tables
+from past_opsd.analysis.results import evidence
+from past_opsd.analysis.results.evidence import Record
 from past_opsd.core import config, life, stats
 from past_opsd.core.config import Recipe
 from past_opsd.core.files import write_text
 from past_opsd.core.nouns import PastError
 from past_opsd.run import profiling
 from past_opsd.run.evaluate import Evaluation, evaluation_steps, macro_avg, stack
-from past_opsd.run.folder import METRICS, TIMINGS, RunFolder
+from past_opsd.run.folder import METRICS, PREPARATION, TIMINGS, RunFolder
 
+Outcomes = dict[str, np.ndarray]
+
+COUNTED = (
+    "student_samples",
+    "student_tokens",
+    "teacher_samples",
+    "teacher_tokens",
+    "phase1_samples",
+    "phase1_tokens",
+    "verifier_calls",
+)
 DIAGNOSTICS = {
     "teacher_success": "failed/success",
     "compatibility_kl": "teacher/stay/kl",
@@ -51,6 +64,12 @@ class Suite:
     title: str
     reference: str
     rows: dict[str, str]
+    factors: dict[str, dict[str, bool]] = field(default_factory=dict)
+    """Row -> what it has and has not, for tables with a column for each."""
+    sheets: tuple[str, ...] = ()
+    """Tables of its own before those that every suite has, see `tables.OWN`."""
+    worlds: tuple[str, ...] = ("default",)
+    """For which base models it is run."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,8 @@ class Row:
     costs: dict[str, float]
     diagnostics: dict[str, float]
     settings: settings.Settings = field(default_factory=dict)
+    missing: str = ""
+    """Why there is nothing to show."""
 
     def outcomes(self, step: int) -> dict[str, np.ndarray]:
         """Task -> [seeds, problems, k] at a boundary."""
@@ -76,7 +97,12 @@ def suites(family: str) -> dict[str, Suite]:
         known = sorted(p.parent.name for p in config.SHIPPED.glob("*/suites.toml"))
         raise PastError(f"no suites for '{family}'; recipe folders with suites: {', '.join(known)}")
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    return {name: Suite(name, t["title"], t["reference"], dict(t["rows"])) for name, t in tables.items()}
+    return {name: _suite(name, table) for name, table in tables.items()}
+
+
+def _suite(name: str, table: Mapping[str, Any]) -> Suite:
+    more = {key: tuple(table[key]) for key in ("sheets", "worlds") if key in table}
+    return Suite(name, table["title"], table["reference"], dict(table["rows"]), table.get("factors", {}), **more)
 
 
 def find(name: str, family: str, reference: str | None = None) -> Suite:
@@ -199,49 +225,79 @@ def _start(recipe: str, folder: Path, settings: Sequence[str]) -> subprocess.Pop
     )
 
 
-def without(suite: Suite, failed: Mapping[str, str]) -> tuple[Suite, dict[str, str]]:
-    """The suite without the rows whose runs failed, and those by label with the reason; the reference must be there."""
-    missing = {label: failed[recipe] for label, recipe in suite.rows.items() if recipe in failed}
-    rows = {label: recipe for label, recipe in suite.rows.items() if label not in missing}
-    reference = suite.reference if suite.reference in rows else next(iter(rows), suite.reference)
-    return replace(suite, rows=rows, reference=reference), missing
+def collect(suite: Suite, seeds: Sequence[int], out: Path, failed: Mapping[str, str] | None = None) -> list[Row]:
+    """Read the runs of a suite; a row without all its runs, or whose recipe `failed`, says why."""
+
+    def read(recipe: str, seed: int) -> Record:
+        if failed and recipe in failed:
+            raise PastError(failed[recipe])
+        return evidence.read(run_folder(out, recipe, seed))
+
+    return gather(suite, seeds, read)
 
 
-def collect(suite: Suite, seeds: Sequence[int], out: Path) -> list[Row]:
-    """Read the runs of a suite."""
-    rows = [
-        row(label, recipe, [run_folder(out, recipe, seed) for seed in seeds]) for label, recipe in suite.rows.items()
-    ]
-    return [replace(row, settings=settings.of_run(run_folder(out, row.recipe, seeds[0]))) for row in rows]
+def gather(suite: Suite, seeds: Sequence[int], read: Callable[[str, int], Record]) -> list[Row]:
+    """The rows of a suite from its records, wherever they are read."""
+    rows = []
+    for label, recipe in suite.rows.items():
+        try:
+            records = [read(recipe, seed) for seed in seeds]
+            for record in records:
+                if not record.complete:
+                    raise PastError(f"{record.place}: its last boundary has not been evaluated")
+            rows.append(averaged(label, recipe, records))
+        except PastError as error:
+            rows.append(Row(label, recipe, [], {}, {}, missing=str(error)))
+    return rows
 
 
 def row(label: str, recipe: str, folders: Sequence[Path]) -> Row:
     """One method's line: its runs, one folder a seed, read and averaged."""
-    evaluations, costs, diagnostics = [], [], []
-    for folder in folders:
-        run = RunFolder(folder)
-        evaluations.append(run.read_evaluations())
-        metrics, timings = run.read_metrics(), run.read_timings()
-        if not metrics or not timings:
-            raise PastError(f"{folder}: {METRICS} and {TIMINGS} hold no cycle; make the run again")
-        seconds = sum(profiling.totals(timings).values())
-        peak = max(line.get("peak_mib", math.nan) for line in timings)
-        steps = sum(line.get("student/stepped", math.nan) for line in metrics)
-        counted = {key: metrics[-1].get(f"cost/{key}", 0) for key in tables.COSTS}
-        counted["verifier_calls"] += metrics[-1].get("cost/phase1_verifier_calls", 0)
-        measured = {"student_steps": steps, "seconds": seconds, "peak_mib": peak}
-        for name, value in (counted | measured).items():
-            if not 0 <= value < 1e15:
-                raise PastError(f"{folder}: {METRICS} and {TIMINGS} do not tell what the run cost ({name})")
-        costs.append(counted | measured)
-        diagnostics.append(
-            {
-                name: float(np.mean(values))
-                for name, key in DIAGNOSTICS.items()
-                if (values := [line[key] for line in metrics if abs(line.get(key, math.nan)) < 1e100])
-            }
-        )
-    return Row(label, recipe, evaluations, _means(costs), _means(diagnostics))
+    return averaged(label, recipe, [evidence.read(folder) for folder in folders])
+
+
+def averaged(label: str, recipe: str, records: Sequence[Record]) -> Row:
+    """One method's line: its runs, one a seed."""
+    diagnostics = [
+        {
+            name: float(np.mean(values))
+            for name, key in DIAGNOSTICS.items()
+            if (values := [line[key] for line in record.metrics if abs(line.get(key, math.nan)) < 1e100])
+        }
+        for record in records
+    ]
+    costs = [_costs(record) for record in records]
+    evaluations, own = [record.evaluations for record in records], settings.of(records[0].settings)
+    return Row(label, recipe, evaluations, _means(costs), _means(diagnostics), own)
+
+
+def _costs(record: Record) -> dict[str, float]:
+    """What a run sampled, verified, stepped and took; a device is a process, with its GPU where it has one."""
+    metrics, timings = record.metrics, record.timings
+    if not metrics or not timings:
+        raise PastError(f"{record.place}: {METRICS} and {TIMINGS} hold no cycle; make the run again")
+    last = metrics[-1]
+    costs = {key: last.get(f"cost/{key}", 0) for key in COUNTED}
+    costs["verifier_calls"] += last.get("cost/phase1_verifier_calls", 0)
+    costs["tokens"] = sum(costs[key] for key in COUNTED if key.endswith("_tokens"))
+    costs["phase1_steps"] = last.get("phase1/steps", 0)
+    costs["student_steps"] = sum(line.get("student/stepped", math.nan) for line in metrics)
+    costs["teacher_steps"] = sum(line.get("teacher/stepped", 0) for line in metrics)
+    costs |= {key: sum(line.get(f"rollout/{key}", 0) for line in metrics) for key in ("replaced", "dropped")}
+    seconds = [sum(profiling.totals([line]).values()) for line in timings]
+    costs["seconds"] = sum(seconds)
+    costs["device_seconds"] = sum(s * line.get("processes", 1) for s, line in zip(seconds, timings, strict=True))
+    costs["phase1_seconds"] = sum(s for s, line in zip(seconds, timings, strict=True) if line["cycle"] == PREPARATION)
+    costs["learner_seconds"] = sum(profiling.totals(timings).get(name, 0) for name in ("adapt", "distill"))
+    costs["peak_mib"] = max(line.get("peak_mib", math.nan) for line in timings)
+    if record.sizes:
+        adapters = 2 if costs["teacher_steps"] else 1
+        costs["trained"] = adapters * record.sizes["adapter"]
+        costs["deployed"] = record.sizes["base"] + record.sizes["adapter"]
+    for name, value in costs.items():
+        if not 0 <= value < 1e15:
+            raise PastError(f"{record.place}: {METRICS} and {TIMINGS} do not tell what the run cost ({name})")
+    return costs
 
 
 def _means(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -250,37 +306,53 @@ def _means(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {key: float(np.mean([t[key] for t in tables if key in t])) for key in keys}
 
 
-def results(
-    suite: Suite, rows: Sequence[Row], seeds: Sequence[int], missing: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Everything the tables show, as plain data; `missing` rows by label, with the reason."""
-    reference = next(row for row in rows if row.label == suite.reference)
-    last = max(reference.evaluations[0])
-    first = min(reference.evaluations[0])
-    base, other = reference.outcomes(first), reference.outcomes(last)
+def results(suite: Suite, rows: Sequence[Row], seeds: Sequence[int]) -> dict[str, Any]:
+    """Everything the tables show, as plain data."""
+    present = {row.label: row for row in rows if not row.missing}
+    if not present:
+        raise PastError(f"suite '{suite.name}': no row has its runs; {rows[0].label}: {rows[0].missing}")
+    reference = present.get(suite.reference)
+    known = reference or next(iter(present.values()))
+    last, first = max(known.evaluations[0]), min(known.evaluations[0])
+    other = reference.outcomes(last) if reference else None
     out: dict[str, Any] = {
         "suite": suite.name,
         "title": suite.title,
+        "sheets": list(suite.sheets),
         "seeds": list(seeds),
         "reference": suite.reference,
-        "samples": reference.evaluations[0][last].samples,
-        "updates": last,
-        "settings": settings.differences({row.label: row.settings for row in rows}, suite.reference),
-        "rows": [_scores("Base", base, other)],
-        "missing": dict(missing or {}),
+        "samples": known.evaluations[0][last].samples,
+        "cycles": last,
+        "factors": suite.factors,
+        "settings": settings.differences({label: row.settings for label, row in present.items()}, suite.reference),
+        "rows": [_scores("Base", known.outcomes(first), other)],
     }
     for row in rows:
-        at_end = other if row is reference else row.outcomes(max(row.evaluations[0]))
+        if row.missing:
+            out["rows"].append({"label": row.label, "recipe": row.recipe, "missing": row.missing})
+            continue
+        at_end = other if row is reference and other else row.outcomes(max(row.evaluations[0]))
         scores = _scores(row.label, at_end, other)
         curve = {step: macro_avg(row.outcomes(step)) for step in sorted(row.evaluations[0])}
         by_seed = [macro_avg({t: o[i : i + 1] for t, o in row.outcomes(max(curve)).items()}) for i in range(len(seeds))]
         extra = {"recipe": row.recipe, "curve": curve, "by_seed": by_seed, "costs": row.costs}
         out["rows"].append(scores | extra | {"diagnostics": row.diagnostics})
-    return out
+    return _rounded(out)
 
 
-def _scores(label: str, outcomes: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> dict[str, Any]:
-    def interval(unit: stats.Unit) -> list[float]:
+def _rounded(value: Any) -> Any:
+    """To nine decimals: another processor adds in another order."""
+    if isinstance(value, float):
+        return round(value, 9)
+    if isinstance(value, Mapping):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _scores(label: str, outcomes: Outcomes, reference: Outcomes | None) -> dict[str, Any]:
+    def interval(unit: stats.Unit) -> list[float] | None:
+        if reference is None:
+            return None
         if outcomes is reference:
             return [0.0, 0.0, 0.0]
         found = stats.paired_bootstrap(outcomes, reference, unit=unit)
@@ -300,7 +372,15 @@ def _scores(label: str, outcomes: dict[str, np.ndarray], reference: dict[str, np
 def save(out: Path, result: Mapping[str, Any]) -> Path:
     """Write `OUT/SUITE/results.json`, `tables.md` and `tables.tex`; returns the folder."""
     folder = out / result["suite"]
-    write_text(folder / "results.json", json.dumps(result, indent=1) + "\n")
-    write_text(folder / "tables.md", tables.markdown(result))
-    write_text(folder / "tables.tex", tables.latex(result))
+    for name, text in files(result).items():
+        write_text(folder / name, text)
     return folder
+
+
+def files(result: Mapping[str, Any]) -> dict[str, str]:
+    """A suite's results as files, by name."""
+    return {
+        "results.json": json.dumps(result, indent=1) + "\n",
+        "tables.md": tables.markdown(result),
+        "tables.tex": tables.latex(result),
+    }

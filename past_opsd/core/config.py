@@ -202,6 +202,12 @@ class RolloutSection(Section):
         default=4, ge=1, description="problems drawn a cycle, without repeats within an epoch"
     )
     samples_per_problem: int = Field(default=1, ge=1, description="student responses per problem")
+    dynamic_rounds: int = Field(
+        default=0,
+        ge=0,
+        description="dynamic sampling: most further rounds of a cycle that ask new problems in place of those whose "
+        "responses teach the method nothing; 0 keeps the first draw",
+    )
     student: Sampling = Field(default=Sampling(), description="how the student samples Y")
     teacher: Sampling = Field(default=Sampling(), description="how the teacher samples C_j")
 

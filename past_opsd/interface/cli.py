@@ -344,14 +344,15 @@ def _compare(args: argparse.Namespace) -> int:
         )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped; {again}") from None
-    there, missing = suite.without(chosen, failed)
+    rows = suite.collect(chosen, seeds, out, failed)
+    missing = {row.label: row.missing for row in rows if row.missing}
     lines = "\n".join(f"  {label}: {printable(why)}" for label, why in missing.items())
-    if not there.rows:
+    if len(missing) == len(rows):
         raise PastError(f"no row could be made:\n{lines}")
-    result = suite.results(there, suite.collect(there, seeds, out), seeds, missing)
+    result = suite.results(chosen, rows, seeds)
     folder = suite.save(out, result)
-    for sheet in tables.sheets(result):
-        console.print(tables.terminal(sheet))
+    for sheet in tables.sheets(result, digits=1):
+        console.print(*tables.terminal(sheet), sep="\n")
     console.print(f"results.json, tables.md, tables.tex: {folder}", highlight=False, soft_wrap=True)
     if missing:
         print(f"past: {len(missing)} of {len(chosen.rows)} rows are missing:\n{lines}\n{again}", file=sys.stderr)
@@ -504,6 +505,12 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
             "--seed 1",
             "analysis.theory.command",
             arguments.theory,
+        ),
+        Command(
+            "results",
+            "tables, intervals and figures from committed evidence; costs of runs",
+            "rebuild --check",
+            "analysis.results",
         ),
         Command("bench", "measure this package beside its peers", "divergence --tokens 256", "analysis.bench"),
     ),

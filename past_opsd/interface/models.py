@@ -200,15 +200,14 @@ def check(model: str, recipe: str, gguf_file: str | None = None) -> tuple[list[s
     from past_opsd.policy.templates import check as check_template
 
     loaded = Model(ModelSection(path=model, gguf_file=gguf_file))
-    size = sum(p.numel() for n, p in loaded.network.named_parameters() if "lora_" not in n)
+    sizes = loaded.sizes
     rank = loaded.section.lora.rank
     adapted = sorted({n.split(".lora_")[0].rpartition(".")[2] for n in loaded.parameters("student")})
-    trained = sum(p.numel() for p in loaded.parameters("student").values())
     lines = [
-        f"{model}: {loaded.config.model_type}, {size:,} parameters, vocabulary {len(loaded.head):,}, "
+        f"{model}: {loaded.config.model_type}, {sizes['base']:,} parameters, vocabulary {len(loaded.head):,}, "
         f"context {loaded.max_context:,}",
         f"here: {loaded.choice}",
-        f"LoRA on {', '.join(adapted)}: {trained:,} parameters an adapter at rank {rank}",
+        f"LoRA on {', '.join(adapted)}: {sizes['adapter']:,} parameters an adapter at rank {rank}",
     ]
     findings = check_template(loaded.tokenizer, config.load(recipe).prompts, loaded.stops)
     lines += [f"{f.level}: {f.text}" for f in findings] or ["chat template: nothing to say"]

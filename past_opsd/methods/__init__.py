@@ -85,6 +85,10 @@ class Method:
         """Tokens that training on the problem itself needs, where nothing is sampled; longer ones are dropped."""
         return 0
 
+    def teaches(self, group: Sequence[Attempt]) -> bool:
+        """Whether the responses to one problem can move the student; dynamic sampling replaces those that cannot."""
+        return True
+
     def teacher_view(self, attempt: Attempt) -> View:
         """The privileged view that reads this attempt; the attempt's own view where there is none."""
         return attempt.view

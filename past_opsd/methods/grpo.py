@@ -46,6 +46,10 @@ class Grpo(Method):
         self._temperature = temperature
         self._shares: dict[str, float] = {}
 
+    def teaches(self, group: Sequence[Attempt]) -> bool:
+        """A group without spread has advantage zero."""
+        return len({a.verdict.correct for a in group}) > 1
+
     def student_terms(self, batch: Batch) -> list[Term]:
         """[eq:grpo-objective] over all groups; no terms where no group has spread and nothing else pulls."""
         groups = by_problem(batch.attempts)

@@ -160,6 +160,11 @@ class H2sd(Method):
             return View("base", self._prompts.rephrase(attempt.problem, attempt.response.text))
         return View("base", self._prompts.hint(attempt.problem, self._hint(attempt.problem)))
 
+    def teaches(self, group: Sequence[Attempt]) -> bool:
+        """Successes alone have advantage zero, failures alone are distilled."""
+        kind = _kind(group)
+        return kind == "mixed" or (kind == "all_failure" and self._o.alpha_fail > 0)
+
     def student_terms(self, batch: Batch) -> list[Term]:
         """Mean over problems of the mean over each problem's responses."""
         groups = by_problem(batch.attempts)

@@ -379,6 +379,12 @@ class Model(Network):
         """An adapter's parameters by name, in a fixed order."""
         return self._parameters[adapter]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Parameters of the frozen base and of one adapter: what is served is one of each."""
+        base = sum(p.numel() for name, p in self.network.named_parameters() if "lora_" not in name)
+        return {"base": base, "adapter": sum(p.numel() for p in self.parameters("student").values())}
+
     def activate(self, adapter: Adapter) -> None:
         """Route forwards through one adapter, or through the bare base."""
         if adapter != self._active:

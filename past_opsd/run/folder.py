@@ -36,6 +36,8 @@ STATE, MANIFEST, TEACHER = "state.json", "MANIFEST.json", "teacher"
 OPTIMIZERS = {"student": "optimizer-student.safetensors", "teacher": "optimizer-teacher.safetensors"}
 CHECKPOINT = frozenset({*ADAPTER, *(f"{TEACHER}/{name}" for name in ADAPTER), *OPTIMIZERS.values(), STATE})
 """What a whole checkpoint has besides its manifest."""
+PREPARATION = -1
+"""In the timings, the cycle of what a method does before the first one."""
 DEPTH = 3
 """How far below a folder its runs may be."""
 _NUMBER = r"(?:[0-9]{5}|[1-9][0-9]{5,})"
@@ -61,7 +63,13 @@ LAYOUT = (
     Entry(
         METRICS, "", "", "one line a cycle; follows from the recipe, so that runs compare byte by byte", "`past train`"
     ),
-    Entry(TIMINGS, "", "", "seconds by phase, one line a cycle; they never repeat", "`past train`"),
+    Entry(
+        TIMINGS,
+        "",
+        "",
+        "seconds by phase, one line a cycle, after one for what comes before the first; they never repeat",
+        "`past train`",
+    ),
     Entry(
         ROLLOUTS,
         rf"cycle-{_NUMBER}\.parquet",
@@ -327,7 +335,7 @@ class RunFolder:
         return read_lines(self.metrics_file)
 
     def read_timings(self) -> list[dict[str, Any]]:
-        """One line a cycle."""
+        """One line a cycle, after one for what came before the first."""
         return read_lines(self.timings_file)
 
     def add_line(self, file: Path, line: Mapping[str, Any]) -> None:
@@ -459,7 +467,7 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     found: Any = None
     try:
         found = json.loads(line)
-        wrong = _wrong(found)
+        wrong = _wrong(found, PREPARATION if path.name == TIMINGS else 0)
     except (ValueError, RecursionError) as error:
         wrong = str(error)
     if wrong:
@@ -467,12 +475,12 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return found
 
 
-def _wrong(line: Any) -> str:
+def _wrong(line: Any, first: int) -> str:
     """What a line has that no run writes; numbers that are not finite may stand there."""
     if not isinstance(line, dict):
         return "not an object"
     cycle = line.get("cycle")
-    if type(cycle) is not int or not 0 <= cycle < 10**9:
+    if type(cycle) is not int or not first <= cycle < 10**9:
         return "it does not say of which cycle it is"
     for key, value in line.items():
         if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) >= 2**63):

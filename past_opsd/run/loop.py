@@ -23,6 +23,7 @@ from past_opsd.core.nouns import (
     Term,
     Tokens,
     View,
+    by_problem,
     derive_seed,
     route,
 )
@@ -65,6 +66,8 @@ class Cycle:
     """Failed responses that are distilled, and of which no continuation was drawn: none would fit."""
     versions: dict[Adapter, int]
     metrics: dict[str, float]
+    replaced: tuple[Attempt, ...] = ()
+    """Of those, what dynamic sampling gave up."""
 
 
 @dataclass
@@ -83,6 +86,13 @@ class Loop:
     door: Door = lambda draw, work, sampling: draw(work, sampling)
     """Through which samples come; before the first cycle `phase1.py` keeps them there."""
 
+    def __post_init__(self) -> None:
+        if self.rollout.dynamic_rounds and type(self.method).teaches is Method.teaches:
+            raise PastError(
+                f"rollout.dynamic_rounds = {self.rollout.dynamic_rounds}: every problem teaches this method, so none "
+                "would be replaced; set it to 0, its default"
+            )
+
     def cycle(self, k: int, phase: Callable[[str], None] = lambda name: None) -> Cycle:
         """One cycle, from p_k and q_k to p_{k+1} and q_{k+1}; no prompt is rendered twice."""
         with self.prompts.once():
@@ -97,7 +107,8 @@ class Loop:
         problems = [p for p in asked if self.method.room(p) <= self.max_context]
         sampled = self.attempts(k, asked) if self.method.rollouts else []  # Y ~ p_k(. | X), R = V(X, Y)
         kept = [a for a in sampled if self._room(a) >= len(a.response.tokens)]
-        batch = route(kept, problems)
+        used, more = self._filled(k, asked, kept)
+        batch = route(used, problems)
 
         phase("draw")
         # Room limits what is explored, never what is distilled: else a tight context would choose by outcome.
@@ -123,7 +134,9 @@ class Loop:
         unexplored = len(batch.failed) - len(open_) if self.method.explores else 0
         metrics |= self.method.metrics() | self.lab.engine.metrics()
         starts = tuple(self._start(a.view, self.method.teacher_view(a), a.response.tokens) for a in batch.attempts)
-        return Cycle(batch, groups, tuple(sampled), dropped, starts, unexplored, versions, metrics)
+        stays = set(map(id, used))
+        replaced = tuple(a for a in (*kept, *more) if id(a) not in stays)
+        return Cycle(batch, groups, (*sampled, *more), dropped, starts, unexplored, versions, metrics, replaced)
 
     def _step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]:
         """One optimizer step, and how many positions its terms with two views supervise and leave out."""
@@ -143,6 +156,33 @@ class Loop:
 
     def _start(self, one: View, other: View, tokens: Tokens) -> int:
         return self.prompts.aligned_from(one.prompt, other.prompt, tokens)
+
+    def _filled(self, k: int, asked: Sequence[Problem], first: list[Attempt]) -> tuple[list[Attempt], list[Attempt]]:
+        """Dynamic sampling: problems that teach nothing give way to new ones; returns what is used and what was drawn.
+
+        The new ones are those not asked in this cycle, in an order that follows from the seed and k alone, so neither a
+        resume nor the other cycles' problems depend on what was replaced. Where nothing teaches, the first draw stands.
+        """
+        rounds = self.rollout.dynamic_rounds
+        spare = self._spare(k, asked) if rounds else []
+        teaching = [group for group in by_problem(first) if not rounds or self.method.teaches(group)]
+        drawn: list[Attempt] = []
+        for _ in range(rounds):
+            wanted = len(asked) - len(teaching)
+            new, spare = spare[:wanted], spare[wanted:]
+            if not new:
+                break
+            found = self.attempts(k, new)
+            fitting = by_problem([a for a in found if self._room(a) >= len(a.response.tokens)])
+            teaching += [group for group in fitting if self.method.teaches(group)]
+            drawn += found
+        return ([a for group in teaching for a in group] if rounds and teaching else first), drawn
+
+    def _spare(self, k: int, asked: Sequence[Problem]) -> list[Problem]:
+        """The problems that a cycle has not asked, in an order of its own."""
+        ids = {problem.id for problem in asked}
+        order = np.random.default_rng(derive_seed(self.seed, "dynamic", k)).permutation(len(self.problems))
+        return [self.problems[i] for i in order if self.problems[i].id not in ids]
 
     def publish(self) -> None:
         """Let the engine serve both adapters as they are now."""

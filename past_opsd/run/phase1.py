@@ -42,7 +42,7 @@ def kept(run: RunFolder, loop: Loop, world: World, identity: Mapping[str, Any]) 
 def seconds(run: RunFolder) -> dict[str, float]:
     """What came before the first cycle took, over all processes that worked on it; empty where nothing was sampled."""
     found = [line["seconds"] for line in read_lines(run.phase1_timings) if 0 <= line.get("seconds", -1) < 1e15]
-    return {"phase1": sum(found)} if found else {}
+    return {"prepare": sum(found)} if found else {}
 
 
 class _Keeper:

@@ -132,7 +132,7 @@ def totals(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
     out: dict[str, float] = defaultdict(float)
     for line in lines:
         for name, value in line.items():
-            if name not in ("cycle", "peak_mib") and 0 <= value < 1e15:
+            if name not in ("cycle", "processes", "peak_mib") and 0 <= value < 1e15:
                 out[name] += value
     return dict(out)
 

@@ -13,21 +13,32 @@ import numpy as np
 import torch
 
 from past_opsd.run.attempts import Row, row
-from past_opsd.run.folder import METRICS, TIMINGS, RunFolder, Series, file_digest, line_digest, line_name
+from past_opsd.run.folder import (
+    METRICS,
+    PREPARATION,
+    TIMINGS,
+    RunFolder,
+    Series,
+    file_digest,
+    line_digest,
+    line_name,
+)
 from past_opsd.run.loop import Cycle
 
 
 class Recorder:
     """Writes a run's records down, cycle by cycle, and a digest of each."""
 
-    def __init__(self, run: RunFolder, digests: dict[str, str]):
+    def __init__(self, run: RunFolder, digests: dict[str, str], processes: int = 1):
         self._run = run
         self._digests = digests
+        self._processes = processes
 
     def cycle(self, k: int, cycle: Cycle, totals: Mapping[str, int], seconds: Mapping[str, float]) -> dict[str, float]:
         """Record cycle k; returns its metrics line."""
         taught = zip(cycle.batch.attempts, cycle.starts, strict=True)
         rollouts = [row(k, a, cycle.versions, i, False, start) for i, (a, start) in enumerate(taught)]
+        rollouts += [row(k, a, cycle.versions, i, True) for i, a in enumerate(cycle.replaced, len(rollouts))]
         rest = iter(enumerate(cycle.batch.attempts))  # groups come in the order of their attempts
         places = [next(i for i, a in rest if a is group.attempt) for group in cycle.groups]
         continuations = [
@@ -42,9 +53,19 @@ class Recorder:
         line = {"cycle": k} | summarise(cycle) | dict(totals)
         self._run.add_line(self._run.metrics_file, line)
         self._digests[line_name(k)] = line_digest(line)
-        timing = {name: round(s, 4) for name, s in seconds.items()}
-        self._run.add_line(self._run.timings_file, {"cycle": k} | timing | {"peak_mib": round(peak_memory(), 1)})
+        self.time(k, seconds)
         return line
+
+    def prepared(self, seconds: Mapping[str, float]) -> None:
+        """What came before the first cycle took, once."""
+        if seconds and not any(line["cycle"] == PREPARATION for line in self._run.read_timings()):
+            self.time(PREPARATION, seconds)
+
+    def time(self, k: int, seconds: Mapping[str, float]) -> None:
+        """Seconds by phase of cycle k, on how many processes, and the memory so far."""
+        timing = {name: round(s, 4) for name, s in seconds.items()}
+        about = {"processes": self._processes, "peak_mib": round(peak_memory(), 1)}
+        self._run.add_line(self._run.timings_file, {"cycle": k} | timing | about)
 
     def _attempts(self, series: Series, k: int, rows: Sequence[Row]) -> None:
         self._run.write_attempts(series, k, rows)
@@ -114,6 +135,8 @@ def summarise(cycle: Cycle) -> dict[str, float]:
     lengths = [len(a.response.tokens) for a in attempts]
     drawn = [c for group in cycle.groups for c in group.drawn]
     out: dict[str, float] = {"rollout/sampled": len(attempts), "rollout/dropped": cycle.dropped}
+    if cycle.replaced:
+        out["rollout/replaced"] = len(cycle.replaced)
     if attempts:
         out |= {
             "rollout/success": _mean([a.verdict.correct for a in attempts]),

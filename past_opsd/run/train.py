@@ -236,7 +236,9 @@ def train(
         if existing:
             under_way = f"finishing what comes before cycle {start + 1}"
             _account(parts, run, state, display)
-        recorder = Recorder(run, parts.ledger.digests) if world.first else None
+        recorder = Recorder(run, parts.ledger.digests, world.size) if world.first else None
+        if recorder is not None and start == 0:
+            recorder.prepared(phase1.seconds(run))
         watcher = Watcher(run.read_metrics()) if world.first else Watcher([])
         profiler = Profile(run.profile) if profile and world.first else None
         for k in range(start, recipe.run.cycles):
@@ -248,8 +250,7 @@ def train(
                 cycle = parts.loop.cycle(k, clock.phase)
             clock.stop()
             if recorder is not None:
-                seconds = clock.seconds(k) | (phase1.seconds(run) if k == 0 else {})
-                metrics = _record(recorder, k, cycle, parts.ledger.costs, seconds)
+                metrics = _record(recorder, k, cycle, parts.ledger.costs, clock.seconds(k))
                 for warning in watcher.see(metrics):
                     display.note(f"cycle {k}: {warning}")
                 display.cycle(k, metrics)
@@ -294,7 +295,7 @@ def _same_setup(parts: Session) -> None:
 def _record(
     recorder: Recorder, k: int, cycle: Cycle, totals: dict[str, int], seconds: dict[str, float]
 ) -> dict[str, float]:
-    for name, count in _costs(cycle).items():
+    for name, count in costs(cycle).items():
         totals[name] = totals.get(name, 0) + count
     return recorder.cycle(k, cycle, totals, seconds)
 
@@ -318,6 +319,7 @@ def outcome(recipe: Recipe, run: RunFolder, completed: int) -> Outcome:
 
 
 def _begin(parts: Session, run: RunFolder) -> None:
+    """What comes before the first cycle, up to its checkpoint."""
     # No draw of ours comes from a global stream; a user's verifier or task may, so those streams start from the seed.
     random.seed(derive_seed(parts.recipe.run.seed, "python"))
     torch.manual_seed(derive_seed(parts.recipe.run.seed, "torch") >> 1)
@@ -410,12 +412,13 @@ def _save(parts: Session, run: RunFolder, step: int) -> None:
         "rollout_seed": parts.recipe.run.seed,
         "package": __version__,
         "identity": parts.identity,
+        "parameters": parts.model.sizes,
         "records": parts.ledger.dump(),
     }
     checkpoint.save(run, step, parts.model, parts.learner, state)
 
 
-def _costs(cycle: Cycle) -> dict[str, int]:
+def costs(cycle: Cycle) -> dict[str, int]:
     """Samples, tokens and verifier calls of one cycle, by role; what was sampled counts, trained on or not."""
     student = [a.response for a in cycle.sampled]
     teacher = [c.response for group in cycle.groups for c in group.drawn]

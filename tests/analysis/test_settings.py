@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,10 +43,14 @@ KNOWN = {
 }
 
 
+def loaded(recipe: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    return config.dump(config.load(recipe, overrides))
+
+
 @pytest.mark.parametrize("family", ["embedded", "paper"])
 def test_shipped_rows_share_everything_but_what_is_known(family: str):
     for name, found in suite.suites(family).items():
-        rows = {label: settings.of(config.load(recipe)) for label, recipe in found.rows.items()}
+        rows = {label: settings.of(loaded(recipe)) for label, recipe in found.rows.items()}
         listed = settings.differences(rows, found.reference)
         assert {tuple(item.values()) for item in listed} == KNOWN.get((family, name), set()), name
 
@@ -72,19 +78,19 @@ def test_the_common_value_is_what_most_rows_have_and_of_equals_the_references():
 
 
 def test_what_makes_a_method_is_apart():
-    past = settings.of(config.load("embedded/past"))
+    past = settings.of(loaded("embedded/past"))
     assert {key for key in past if key.startswith("method.")} == {"method.tau", "method.temperature"}
     assert not {"name", "description", "run.seed", "prompts.hint"} & set(past)
     assert {"learner.student.max_grad_norm", "rollout.student.top_p", "prompts.student", "task.name"} <= set(past)
-    beta = settings.of(config.load("embedded/beta_0"))
+    beta = settings.of(loaded("embedded/beta_0"))
     assert settings.differences({"PAST": past, "beta_KL 0": beta}, "PAST") == []
-    assert settings.of(config.load("embedded/past", ["method.tau=inf"]))["method.tau"] == "Infinity"
+    assert settings.of(loaded("embedded/past", ["method.tau=inf"]))["method.tau"] == "Infinity"
     assert math.isinf(config.load("embedded/past", ["method.tau=inf"]).method.tau)
 
 
 def test_long_texts_are_told_by_their_length():
     rows = {
-        n: settings.of(config.load("embedded/past", o))
+        n: settings.of(loaded("embedded/past", o))
         for n, o in (("a", []), ("b", [f"prompts.student='{{problem}}{'.' * 40}'"]))
     }
     (item,) = settings.differences(rows, "a")

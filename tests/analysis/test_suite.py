@@ -7,20 +7,25 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import SMALL, Quiet
+from analysis.conftest import FAST, SEEDS
+from conftest import Quiet
+from rich.console import Console
+from rich.measure import Measurement
 
 from past_opsd.analysis import suite, tables
+from past_opsd.analysis.results import evidence
 from past_opsd.core import config
 from past_opsd.core.nouns import PastError
+from past_opsd.run import profiling
 from past_opsd.run.folder import RunFolder
 from past_opsd.run.train import train
 
-FAST = [*SMALL, "run.cycles=6", "evaluation.at=[0.0, 0.5, 1.0]"]
-SEEDS = [17, 29]
+LONG = [*FAST, "run.cycles=6"]
 TWO = suite.Suite("two", "Two rows", "Vanilla OPSD", {"Vanilla OPSD": "embedded/opsd", "PAST": "embedded/past"})
 ONE = suite.Suite("one", "One row", "PAST", {"PAST": "embedded/past"})
 
@@ -28,26 +33,16 @@ DRIVER = """
 import sys
 from pathlib import Path
 from past_opsd.analysis import suite
-from analysis.test_suite import FAST, ONE, SEEDS
-suite.run_all(ONE, SEEDS, Path(sys.argv[1]), 1, FAST, print)
+from analysis.test_suite import LONG, ONE, SEEDS
+suite.run_all(ONE, SEEDS, Path(sys.argv[1]), 1, LONG, print)
 """
-
-
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs of a suite, made here; a suite makes them in processes of their own, see below."""
-    out = tmp_path_factory.mktemp("compared")
-    for seed in SEEDS:
-        for recipe in TWO.rows.values():
-            train(config.load(recipe, [f"run.seed={seed}", *FAST]), suite.run_folder(out, recipe, seed), False, Quiet())
-    return out
 
 
 def result(out: Path, chosen: suite.Suite) -> dict:
     """The suite's results without what is never the same twice."""
     found = suite.results(chosen, suite.collect(chosen, SEEDS, out), SEEDS)
     for row in found["rows"]:
-        for key in ("seconds", "peak_mib"):
+        for key in ("seconds", "device_seconds", "learner_seconds", "peak_mib"):
             row.get("costs", {}).pop(key, None)
     return found
 
@@ -117,7 +112,11 @@ def ended(processes: list[psutil.Process], seconds: float = 100) -> bool:
 
 
 @pytest.mark.slow
-def test_after_a_kill_nobody_lives_on_and_the_suite_ends_with_the_same_table(compared: Path, tmp_path: Path):
+def test_after_a_kill_nobody_lives_on_and_the_suite_ends_with_the_same_table(tmp_path: Path):
+    unbroken = tmp_path / "unbroken"
+    for seed in SEEDS:
+        recipe = config.load("embedded/past", [f"run.seed={seed}", *LONG])
+        train(recipe, suite.run_folder(unbroken, "embedded/past", seed), False, Quiet())
     process, below = started(tmp_path)
     process.kill()
     process.wait()
@@ -125,8 +124,8 @@ def test_after_a_kill_nobody_lives_on_and_the_suite_ends_with_the_same_table(com
     assert ended(below)
     assert 0 < RunFolder(suite.run_folder(tmp_path, "embedded/past", 17)).steps()[-1] < 6
     assert not suite.run_folder(tmp_path, "embedded/past", 29).exists()
-    assert suite.run_all(ONE, SEEDS, tmp_path, 1, FAST, lambda text: None) == {}
-    assert result(tmp_path, ONE) == result(compared, ONE)
+    assert suite.run_all(ONE, SEEDS, tmp_path, 1, LONG, lambda text: None) == {}
+    assert result(tmp_path, ONE) == result(unbroken, ONE)
 
 
 @pytest.mark.slow
@@ -157,11 +156,10 @@ def test_a_row_that_fails_leaves_the_others(compared: Path, tmp_path: Path, capf
     assert "method.tau: unknown key" in failed["embedded/grpo"]
     assert failed["embedded/past"].startswith(f"seed 17: {folder} holds records of a run")
     assert [text.partition(",")[0] for text in told] == ["1/1 embedded/past failed"]
-    there, missing = suite.without(three, failed)
-    assert (list(there.rows), there.reference, list(missing)) == (["Vanilla OPSD"], "Vanilla OPSD", ["GRPO", "PAST"])
-    found = suite.results(there, suite.collect(there, [17], out), [17], missing)
+    found = suite.results(three, suite.collect(three, [17], out, failed), [17])
+    assert [row["label"] for row in found["rows"] if "missing" in row] == ["GRPO", "PAST"]
     text = tables.markdown(found)
-    assert "| GRPO | missing |" in text
+    assert "| GRPO (missing) |" in text
     assert "PAST is missing: seed 17: " in text
 
 
@@ -171,14 +169,87 @@ def test_tables_in_three_forms(compared: Path, tmp_path: Path):
     assert folder == tmp_path / "two"
     assert json.loads((folder / "results.json").read_text())["rows"][2]["label"] == "PAST"
     text = (folder / "tables.md").read_text()
-    score = f"{100 * found['rows'][2]['macro'][0]:.1f}"
+    score = f"{100 * found['rows'][2]['macro'][0]:.3f}"
     assert f"| {score} |" in text
     assert "| Base |" in text
     assert f"& {score} &" in (folder / "tables.tex").read_text()
     assert found["settings"] == []
     assert [len(sheet.rows) for sheet in tables.sheets(found)] == [3, 2, 1]
-    for sheet in tables.sheets(found):
+    for sheet in tables.sheets(found, digits=1):
         assert all(len(row) == len(sheet.header) for row in sheet.rows)
+        wide = Console(width=200)
+        for table in tables.terminal(sheet):
+            assert Measurement.get(wide, wide.options, table).maximum <= 80
+
+
+def test_factors_are_those_of_the_recipes():
+    for family in ("embedded", "paper"):
+        found = suite.find("factorial", family)
+        for label, recipe in found.rows.items():
+            method = config.load(recipe).method
+            known = found.factors[label]
+            assert known["Trajectory"] == method.reads_response
+            assert known["Trained teacher"] == bool(method.continuations)
+        header = ("Method", "Trajectory", "Trained teacher")
+        row = {"label": "PAST", "tasks": {"t": 0.5}, "macro": [0.5, 0.4, 0.6], "difference": None}
+        result = {"title": "", "samples": 1, "cycles": 1, "seeds": [1], "reference": "x", "rows": [row]}
+        sheet = tables.scores(result | {"factors": found.factors})
+        assert (sheet.header[:3], sheet.rows[0][:3]) == (header, ("PAST", "yes", "yes"))
+
+
+def test_the_papers_own_tables(compared: Path):
+    both = replace(TWO, sheets=("objectives", "sampling"))
+    found = suite.results(both, suite.collect(both, SEEDS, compared), SEEDS)
+    objectives, sampling, *_ = tables.sheets(found)
+    assert objectives.header == ("Objective", "Macro", "Teacher success", "Compat. KL", "GB", "Tokens/s")
+    costs = found["rows"][2]["costs"]
+    tokens = costs["student_tokens"] + costs["teacher_tokens"]
+    assert objectives.rows[1][-1] == f"{tokens / costs['learner_seconds']:,.0f}"
+    assert objectives.rows[0][2:4] == ("-", "-"), "Vanilla OPSD's teacher is not adapted"
+    assert sampling.rows[1][2] == f"{costs['teacher_samples']:,.0f}"
+
+
+def test_a_row_without_its_runs_is_shown_as_missing(compared: Path, tmp_path: Path):
+    three = replace(TWO, rows={**TWO.rows, "GRPO": "embedded/grpo"})
+    found = suite.results(three, suite.collect(three, SEEDS, compared), SEEDS)
+    assert "not a run folder" in found["rows"][3]["missing"]
+    for sheet in tables.sheets(found)[:2]:
+        assert sheet.rows[-1][0] == "GRPO (missing)"
+        assert set(sheet.rows[-1][1:]) == {"-"}
+    assert "GRPO is missing: " in (suite.save(tmp_path, found) / "tables.md").read_text()
+    said = suite.collect(three, SEEDS, compared, {"embedded/opsd": "it broke"})
+    assert [row.missing for row in said][:2] == ["it broke", ""]
+    lost = replace(three, reference="GRPO")
+    without = suite.results(lost, suite.collect(lost, SEEDS, compared), SEEDS)
+    assert [row[-1] for row in tables.scores(without).rows] == ["-"] * 4
+    with pytest.raises(PastError, match="suite 'two': no row has its runs; Vanilla OPSD:"):
+        suite.results(TWO, suite.collect(TWO, SEEDS, tmp_path), SEEDS)
+
+
+def test_costs_have_the_preparation_the_steps_and_the_sizes(tmp_path: Path, small_recipe):
+    sets = ["run.cycles=1", "method.phase1_problems=24", "method.phase1_batch=8", "evaluation.at=[1.0]"]
+    train(small_recipe("embedded/sd_zero", *sets), tmp_path, False, Quiet())
+    timings, last = RunFolder(tmp_path).read_timings(), RunFolder(tmp_path).read_metrics()[-1]
+    costs = suite.row("SD-Zero", "embedded/sd_zero", [tmp_path]).costs
+    assert [line["cycle"] for line in timings] == [-1, 0]
+    assert 0 < costs["phase1_seconds"] == pytest.approx(timings[0]["prepare"])
+    assert costs["seconds"] > costs["phase1_seconds"]
+    assert costs["device_seconds"] == pytest.approx(costs["seconds"])
+    assert costs["phase1_steps"] == last["phase1/steps"] > 0
+    assert costs["student_steps"] == 1
+    assert (costs["trained"], costs["deployed"]) == (58368, 150368 + 58368)
+    assert costs["verifier_calls"] == last["cost/verifier_calls"] + last["cost/phase1_verifier_calls"]
+    assert costs["tokens"] == last["cost/student_tokens"] + last["cost/phase1_tokens"]
+
+
+def test_processes_count_in_the_device_hours(compared: Path):
+    """Two processes for the first cycle, one after a resume."""
+    record = evidence.read(suite.run_folder(compared, "embedded/past", 17))
+    lines = [line | {"processes": n} for line, n in zip(record.timings, (2, 1), strict=True)]
+    costs = suite.averaged("", "", [replace(record, timings=lines)]).costs
+    first, second = (sum(profiling.totals([line]).values()) for line in lines)
+    assert costs["device_seconds"] == pytest.approx(2 * first + second)
+    assert costs["trained"] == 2 * 58368
 
 
 def test_the_reference_can_be_chosen():

@@ -19,10 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 METHODS = config.known("method")
 
 # Recipes beside a method's own, and what makes a recipe small, or makes it carry more from cycle to cycle.
-RUNS: dict[str, list[str]] = {name: [] for name in (*METHODS, "opsd_current", "opsd_ema")} | {
+RUNS: dict[str, list[str]] = {name: [] for name in (*METHODS, "opsd_current", "opsd_ema", "grpo_dynamic")} | {
     "grpo": ["method.beta=0.01"],
     "sd_zero": ["method.phase1_problems=24", "method.phase1_batch=8", "method.teacher_sync_every=2"],
     "h2sd": ["rollout.problems_per_cycle=3", "rollout.samples_per_problem=4"],
+    "grpo_dynamic": ["rollout.problems_per_cycle=2", "rollout.samples_per_problem=4"],
 }
 
 

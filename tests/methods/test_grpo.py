@@ -54,6 +54,10 @@ def test_a_group_without_spread_counts_in_the_mean_with_advantage_zero():
     assert zero == {(1, 0), (1, 1), (2, 0), (2, 1)}
 
 
+def test_dynamic_sampling_replaces_groups_without_spread():
+    assert [method().teaches(batch(group).attempts) for group in ("10", "11", "00", "01")] == [True, False, False, True]
+
+
 def test_without_any_spread_there_is_nothing_to_step_on():
     made = method()
     assert made.student_terms(batch("11", "00")) == []

@@ -58,6 +58,14 @@ def summary(terms: Sequence[Term]) -> list[tuple[str, float]]:
 # The objective.
 
 
+def test_dynamic_sampling_replaces_what_adds_no_term(h2sd: Session):
+    for sets in ([], ["method.alpha_fail=0"]):
+        made = method(h2sd, *sets)
+        for outcomes in ([1, 0, 0], [1, 1, 1], [0, 0, 0]):
+            attempts = group(h2sd, outcomes)
+            assert made.teaches(attempts) == bool(made.student_terms(route(attempts)))
+
+
 def test_the_outcome_chooses_view_and_objective(h2sd: Session):
     made, prompts = method(h2sd), h2sd.loop.prompts
     made.restore(made.state() | {"hints": {"p": "6*7=2; 2*3=6; "}})

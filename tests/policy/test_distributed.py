@@ -34,9 +34,13 @@ RUN = [*SMALL, *FOLLOW, "run.seed=1", "evaluation.at=[1.0]", "learner.token_budg
 TINY = [*RUN, "rollout.problems_per_cycle=2"]
 
 
+DYNAMIC = ["embedded/grpo_dynamic", *RUN, "rollout.problems_per_cycle=3", "rollout.samples_per_problem=4"]
+
+
 def words(folder: Path, settings: list[str], *more: str) -> list[str]:
-    options = [word for setting in settings for word in ("--set", setting)]
-    return ["train", "embedded/past", *options, "--out", str(folder), *more]
+    recipe, *rest = settings if "/" in settings[0] else ["embedded/past", *settings]
+    options = [word for setting in rest for word in ("--set", setting)]
+    return ["train", recipe, *options, "--out", str(folder), *more]
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +103,12 @@ def identical(one: Path, other: Path) -> bool:
 
 def test_two_processes_make_the_run_of_one(run):
     assert_same(run(1, RUN), run(2, RUN))
+
+
+def test_dynamic_sampling_replaces_the_same_problems_on_two_processes(run):
+    one, two = run(1, DYNAMIC), run(2, DYNAMIC)
+    assert_same(one, two)
+    assert sum(line.get("rollout/replaced", 0) for line in lines(one)) > 0
 
 
 def test_more_processes_than_problems_and_an_empty_branch(run):

@@ -7,13 +7,13 @@ import chatml
 import pytest
 from rich.console import Console
 
-from past_opsd.core.nouns import Group, PastError
+from past_opsd.core.nouns import Group, PastError, by_problem
 from past_opsd.interface import look
 from past_opsd.rollout.engines import Request
 from past_opsd.run.attempts import read
 from past_opsd.run.folder import RunFolder
 from past_opsd.run.record import Recorder, summarise
-from past_opsd.run.train import Session, _costs, session
+from past_opsd.run.train import Session, assemble, costs, session
 
 
 def test_a_cycle_takes_one_step_per_phase_and_publishes_both(past: Session):
@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_dropped_and_counted(small_recipe):
         assert cycle.dropped > 0
         assert cycle.dropped + len(cycle.batch.attempts) == parts.recipe.rollout.problems_per_cycle
         assert len(cycle.sampled) == parts.recipe.rollout.problems_per_cycle
-        cost, line = _costs(cycle), summarise(cycle)
+        cost, line = costs(cycle), summarise(cycle)
         drawn = [c for group in cycle.groups for c in group.drawn]
         assert cost["cost/student_samples"] == line["rollout/sampled"] == len(cycle.sampled)
         assert cost["cost/student_tokens"] == sum(len(a.response.tokens) for a in cycle.sampled)
@@ -242,3 +242,49 @@ def test_a_method_that_explores_some_failures_alone_is_refused(past: Session, mo
     monkeypatch.setattr(past.loop.method, "explore", lambda failed, draw: [Group(a, ()) for a in failed[1:]])
     with pytest.raises(PastError, match="a Group for every attempt given, in order, or none"):
         past.loop.cycle(0)
+
+
+GROUPS = ["rollout.problems_per_cycle=3", "rollout.samples_per_problem=4"]
+
+
+def test_dynamic_sampling_fills_the_batch_with_groups_that_teach(small_recipe):
+    """The plain run's groups stay where they teach; the others give way to problems the cycle has not asked."""
+    with (
+        session(small_recipe("embedded/grpo", *GROUPS)) as plain,
+        session(small_recipe("embedded/grpo_dynamic", *GROUPS)) as dynamic,
+    ):
+        before, after = plain.loop.cycle(0), dynamic.loop.cycle(0)
+        groups = by_problem(after.batch.attempts)
+        assert [p.id for p in plain.loop.take(1)] == [p.id for p in dynamic.loop.take(1)]
+    assert len(groups) == 3
+    assert all(plain.loop.method.teaches(group) for group in groups)
+    first = by_problem(before.batch.attempts)
+    stays = [group for group in first if plain.loop.method.teaches(group)]
+    assert 0 < len(stays) < 3, "the seed no longer shows both"
+    texts = {a.response.text for group in groups for a in group}
+    assert {a.response.text for group in stays for a in group} <= texts
+    gave_way = {a.problem.id for group in first if group not in stays for a in group}
+    assert gave_way <= {a.problem.id for a in after.replaced}
+    assert not gave_way & {a.problem.id for a in after.batch.attempts}
+    counted = summarise(after)
+    assert counted["rollout/replaced"] == len(after.replaced) > 0
+    everything = after.sampled
+    assert set(map(id, everything)) == set(map(id, (*after.batch.attempts, *after.replaced)))
+    assert counted["rollout/success"] == pytest.approx(sum(a.verdict.correct for a in everything) / len(everything))
+    assert costs(after)["cost/student_samples"] == costs(after)["cost/verifier_calls"] == len(everything)
+
+
+def test_dynamic_sampling_is_bounded(small_recipe):
+    """At a temperature near zero no group has spread: so many rounds, then the first draw stands and nothing steps."""
+    settings = [*GROUPS, "rollout.dynamic_rounds=2", "rollout.student.temperature=0.001"]
+    with session(small_recipe("embedded/grpo_dynamic", *settings)) as parts:
+        cycle = parts.loop.cycle(0)
+        assert {a.problem.id for a in cycle.batch.attempts} == {p.id for p in parts.loop.take(0)}
+    assert len(cycle.replaced) == 2 * 3 * 4
+    assert len({a.problem.id for a in cycle.replaced}) == 6
+    assert cycle.metrics["student/stepped"] == 0
+
+
+def test_dynamic_sampling_is_refused_where_every_problem_teaches(small_recipe):
+    with pytest.raises(PastError, match=r"rollout\.dynamic_rounds = 4: every problem teaches this method"):
+        assemble(small_recipe("embedded/past", "rollout.dynamic_rounds=4"))

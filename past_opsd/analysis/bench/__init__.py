@@ -29,6 +29,12 @@ def _divergence(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=576, help="hidden size H (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="timed repeats of each (default %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bf16", "fp16"),
+        default="float32",
+        help="of states and head (default %(default)s)",
+    )
 
 
 def _rollout(parser: argparse.ArgumentParser) -> None:

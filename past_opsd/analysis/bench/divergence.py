@@ -1,7 +1,9 @@
 """`past bench divergence`: the full-vocabulary implementations side by side, as in tab:full-vocab-implementation.
 
 Every contestant does one forward and backward from hidden states to the gradient of the live hidden states, the
-head frozen. Ours take Match(tau=0.05) with its diagnostics; TRL has no clip and takes the plain forward KL.
+head frozen. Ours take Match(tau=0.05) with its diagnostics; TRL has no clip and takes the plain forward KL. With
+`--dtype bf16` or `fp16` hidden states and head are in half precision, as of a model that is loaded so; `reference`
+stays in float32.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ TAU = 0.05
 CHECKED_ROWS = 64
 GEMMS = ("three GEMMs", "three GEMMs, head in tiles")
 TRL_DENSE, TRL_TILED = "TRL dense", "TRL tiled"
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # What a contestant gives: the loss per row and the gradient of the live hidden states.
 Outcome = tuple[Tensor, Tensor]
@@ -57,10 +60,13 @@ class Problem:
             torch.randint(vocab, (tokens,), generator=draw),
         )
 
-    def first(self, rows: int, dtype: torch.dtype) -> Problem:
-        return Problem(
-            self.live[:rows].to(dtype), self.frozen[:rows].to(dtype), self.head.to(dtype), self.tokens[:rows]
-        )
+    def to(self, dtype: torch.dtype) -> Problem:
+        """The same in another precision."""
+        return Problem(self.live.to(dtype), self.frozen.to(dtype), self.head.to(dtype), self.tokens)
+
+    def first(self, rows: int) -> Problem:
+        """Some of its positions."""
+        return Problem(self.live[:rows], self.frozen[:rows], self.head, self.tokens[:rows])
 
 
 @dataclass(frozen=True)
@@ -90,37 +96,53 @@ def run(args: argparse.Namespace) -> int:
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
-        lines = measure(names, shape, args.threads, args.repeats)
+        lines = measure(names, shape, args.threads, args.repeats, args.dtype)
     finally:
         torch.set_num_threads(before)
-    print(report(lines, shape, args.threads, args.repeats))
+    print(report(lines, shape, args.threads, args.repeats, args.dtype))
     if not installed:
         print("TRL is not installed: pip install 'past-opsd[bench]' adds it to the table.")
     return 0
 
 
-def measure(names: list[str], shape: tuple[int, int, int], threads: int, repeats: int) -> list[Line]:
+def measure(
+    names: list[str], shape: tuple[int, int, int], threads: int, repeats: int, dtype: str = "float32"
+) -> list[Line]:
     """Accuracy on the first rows, memory in a process each, then times, the contestants taking turns."""
     problem = Problem.make(*shape)
-    accuracy = _accuracy(names, problem)
-    memory = {name: peak_memory(name, shape, threads) for name in names}
+    accuracy = _accuracy(names, problem, dtype)
+    memory = {name: peak_memory(name, shape, threads, dtype) for name in names}
     contestants = {name: contestant(name) for name in names}
+    problems = {kind: problem.to(kind) for kind in {_precision(name, dtype) for name in names}}
     small = Problem.make(8, 64, 16)
-    for call in contestants.values():
-        call(small)
+    for name, call in contestants.items():
+        call(small.to(_precision(name, dtype)))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    nonfinite: dict[str, int] = {}
     for _ in range(repeats):
         for name, call in contestants.items():
             gc.collect()
             wall, cpu = time.perf_counter(), time.process_time()
-            call(problem)
+            outcome = call(problems[_precision(name, dtype)])
             times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+            if outcome is not None:
+                nonfinite[name] = max(nonfinite.get(name, 0), _nonfinite(outcome))
     lines = []
     for name in names:
         wall, cpu = (statistics.median(column) for column in zip(*times[name], strict=True))
-        error, cosine, nonfinite = accuracy.get(name, (None, None, None))
-        lines.append(Line(name, error, cosine, memory[name], wall, cpu, nonfinite))
+        error, cosine = accuracy.get(name, (None, None))
+        lines.append(Line(name, error, cosine, memory[name], wall, cpu, nonfinite.get(name)))
     return lines
+
+
+def _precision(name: str, dtype: str) -> torch.dtype:
+    """What a contestant is given: the reference is float32 whatever the others are."""
+    return torch.float32 if name == "reference" else DTYPES[dtype]
+
+
+def _nonfinite(outcome: Outcome) -> int:
+    """Losses and entries of the gradient that are not finite, over all rows."""
+    return int(sum((~tensor.isfinite()).sum() for tensor in outcome))
 
 
 def contestant(name: str) -> Callable[[Problem], Outcome | None]:
@@ -142,7 +164,7 @@ def _ours(implementation: Implementation, problem: Problem, tau: float) -> Outco
 
 def _weight(problem: Problem) -> Tensor:
     T = len(problem.tokens)
-    return problem.live.new_full((T,), 1 / T)
+    return problem.live.new_full((T,), 1 / T, dtype=torch.promote_types(problem.live.dtype, torch.float32))
 
 
 def _gemms(problem: Problem, tile: int) -> None:
@@ -190,52 +212,53 @@ def _trl_tiled() -> Callable[[Problem], Outcome]:
     return call
 
 
-def _accuracy(names: list[str], problem: Problem) -> dict[str, tuple[float, float, int]]:
-    """Mean absolute loss error, cosine of the gradient and non-finite count, against float64 autograd."""
-    rows = min(CHECKED_ROWS, len(problem.tokens))
-    part, exact = problem.first(rows, torch.float32), problem.first(rows, torch.float64)
+def _accuracy(names: list[str], problem: Problem, dtype: str) -> dict[str, tuple[float, float]]:
+    """Mean absolute loss error and cosine of the gradient, against float64 autograd of what was not rounded."""
+    part = problem.first(min(CHECKED_ROWS, len(problem.tokens)))
+    exact = part.to(torch.float64)
     truth = {tau: _ours("chunked", exact, tau) for tau in (TAU, math.inf)}
     del exact
     found = {}
     for name in names:
-        outcome = contestant(name)(part)
+        outcome = contestant(name)(part.to(_precision(name, dtype)))
         if outcome is None:
             continue
         (value, grad), (true_value, true_grad) = outcome, truth[math.inf if name.startswith("TRL") else TAU]
         grad = grad.double()
         cosine = float((grad * true_grad).sum() / (grad.norm() * true_grad.norm()))
-        nonfinite = int((~value.isfinite()).sum() + (~grad.isfinite()).sum())
-        found[name] = (float((value.double() - true_value).abs().mean()), cosine, nonfinite)
+        found[name] = (float((value.double() - true_value).abs().mean()), cosine)
     return found
 
 
-def peak_memory(name: str, shape: tuple[int, int, int], threads: int) -> float | None:
+def peak_memory(name: str, shape: tuple[int, int, int], threads: int, dtype: str = "float32") -> float | None:
     """MiB of resident memory one call needs at its peak beyond its inputs, in a fresh process; Linux only."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_peak_memory_here, (name, shape, threads))
+        return pool.apply(_peak_memory_here, (name, shape, threads, dtype))
 
 
-def _peak_memory_here(name: str, shape: tuple[int, int, int], threads: int) -> float | None:
+def _peak_memory_here(name: str, shape: tuple[int, int, int], threads: int, dtype: str) -> float | None:
     torch.set_num_threads(threads)
-    call, problem = contestant(name), Problem.make(*shape)
-    call(Problem.make(8, 64, 16))
+    precision = _precision(name, dtype)
+    call, problem = contestant(name), Problem.make(*shape).to(precision)
+    call(Problem.make(8, 64, 16).to(precision))
     gc.collect()
     return peak_beyond(lambda: call(problem))
 
 
-def report(lines: list[Line], shape: tuple[int, int, int], threads: int, repeats: int) -> str:
+def report(lines: list[Line], shape: tuple[int, int, int], threads: int, repeats: int, dtype: str = "float32") -> str:
     """The table and the ratios as text."""
     T, V, H = shape
     text = [
-        f"Full-vocabulary losses, T={T} V={V} H={H}, float32, {threads} thread(s), median of {repeats}",
+        f"Full-vocabulary losses, T={T} V={V} H={H}, {dtype}, {threads} thread(s), median of {repeats}",
         "",
         _row("Implementation", "Loss error", "Grad. cos.", "Extra MiB", "Tokens/s", "Non-finite"),
     ]
     for line in lines:
         error, cosine = _cell(line.loss_error, ".2e"), _cell(line.cosine, ".7f")
         memory, nonfinite = _cell(line.mebibytes, ".0f"), _cell(line.nonfinite, "d")
-        text.append(_row(line.name, error, cosine, memory, f"{T / line.seconds:.1f}", nonfinite))
-    text += ["", *_ratios({line.name: line for line in lines}), "", *_notes(T)]
+        name = f"{line.name}, float32" if line.name == "reference" and dtype != "float32" else line.name
+        text.append(_row(name, error, cosine, memory, f"{T / line.seconds:.1f}", nonfinite))
+    text += ["", *_ratios({line.name: line for line in lines}), "", *_notes(T, dtype)]
     return "\n".join(text)
 
 
@@ -266,11 +289,16 @@ def _ratios(lines: dict[str, Line]) -> list[str]:
     return text
 
 
-def _notes(T: int) -> list[str]:
+def _notes(T: int, dtype: str) -> list[str]:
+    rounded = (
+        [] if dtype == "float32" else [f"Hidden states and head are rounded to {dtype}, and that counts in the error."]
+    )
     return [
         f"Ours: Match(tau={TAU}) with diagnostics. TRL has no clip: its rows are the plain",
         "forward KL, without them. Loss error (mean absolute, nats a token) and cosine are",
         f"against float64 autograd of the same loss on the first {min(CHECKED_ROWS, T)} rows.",
+        *rounded,
+        "Non-finite: losses and entries of the gradient, counted over all rows.",
         "Extra MiB: peak resident memory of one call beyond its inputs, each in a fresh",
         "process. The contestants take turns, so that other load on the machine meets all",
         "of them; on a busy machine trust the CPU time.",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from past_opsd.analysis import tables
 from past_opsd.analysis.report import data
 from past_opsd.analysis.report.data import Method
 from past_opsd.analysis.report.panels import WIDTH, Figure, Panel
@@ -33,6 +34,7 @@ PHASES = {
     "adapt": TEACHER_SOFT,
     "distill": STUDENT_SOFT,
     "publish": NEUTRAL_SOFT,
+    "prepare": NEUTRAL_SOFT,
 }
 
 
@@ -54,7 +56,7 @@ def accounting(methods: Sequence[Method]) -> Figure | None:
     tokens = {role: [v / 1000 for v in values] for role, values in _by_role(costs, "tokens").items()}
     bars = partial(_bars, labels=labels, colours=colours)
     hues = [PHASES.get(name, NEUTRAL) for name in seconds]
-    note = "Wall-clock seconds of the machine that trained, by phase of a cycle; evaluation is not counted."
+    note = "Wall-clock seconds of the machine that trained, by phase; evaluation is not counted."
     panels = [bars("seconds", "Training time by phase", note, parts=seconds, unit="seconds", form="{:.1f}", hues=hues)]
     roles = partial(bars, hues=[ROLE_COLOURS[name] for name in tokens])
     if tokens:
@@ -73,7 +75,10 @@ def accounting(methods: Sequence[Method]) -> Figure | None:
     memory = bars("memory", "Peak memory", "Of the process that trained.", parts=peak, unit="MiB", form="{:,.0f}")
     panels.append(replace(memory, table=_table(rows)))
     several = any(len(m.runs) > 1 for m in methods)
-    caption = f"What the cycles cost{', means over seeds' if several else ''}. The last table has all costs together."
+    caption = (
+        f"What training cost{', means over seeds' if several else ''}. The last table has all costs together: "
+        f"{tables.COST_NOTE}."
+    )
     return Figure("cost", "tab:cost-accounting", "What training cost", caption, panels, "cost")
 
 
@@ -105,19 +110,5 @@ def _bars(
 
 
 def _table(rows: dict[str, data.suite.Row]) -> tuple[list[str], list[list[str]]]:
-    header = ["Method", "teacher samples", "verifier calls", "generated tokens", "seconds", "peak MiB", "student steps"]
-    cells = []
-    for label, row in rows.items():
-        c = row.costs
-        tokens = sum(c.get(f"{role}_tokens", 0.0) for role in ROLES)
-        whole = (c["teacher_samples"], c["verifier_calls"], tokens)
-        cells.append(
-            [
-                label,
-                *(f"{v:,.0f}" for v in whole),
-                f"{c['seconds']:.1f}",
-                f"{c['peak_mib']:,.0f}",
-                f"{c['student_steps']:g}",
-            ]
-        )
-    return header, cells
+    sheet = tables.cost_table({label: row.costs for label, row in rows.items()})
+    return list(sheet.header), [list(row) for row in sheet.rows]

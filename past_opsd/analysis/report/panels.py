@@ -188,6 +188,14 @@ def save(figure: Figure, folder: Path) -> list[Path]:
     return paths
 
 
+def plain_svg(figure: Figure) -> bytes:
+    """The whole figure as an SVG file: panels side by side, plain colours on white."""
+    buffer = io.BytesIO()
+    with _matplotlib(figure.name):
+        _sheet(figure.panels).savefig(buffer, format="svg", metadata=_NO_DATE)
+    return buffer.getvalue()
+
+
 def _sheet(panels: Sequence[Panel]) -> Canvas:
     """Up to four panels a row."""
     rows = math.ceil(len(panels) / 4)

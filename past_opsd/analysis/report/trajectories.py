@@ -222,7 +222,8 @@ def _run(
         scribe = _Scribe(parts, vocabulary)
         for cycle, share in zip(cycles, shares, strict=True):
             _load(parts, folder.checkpoint(cycle))
-            rows = choose(_rows(folder.rollouts, cycle, parts), share, run.seed)
+            used = [row for row in _rows(folder.rollouts, cycle, parts) if not row["discarded"]]
+            rows = choose(used, share, run.seed)
             drawn = _rows(folder.continuations, cycle, parts)
             for row in rows:
                 if row["problem"] not in problems:

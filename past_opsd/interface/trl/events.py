@@ -103,7 +103,7 @@ def evaluated(found: Evaluation, pass_k: Sequence[int], prefix: str = EVALUATION
 def completions(trainer: PASTTrainer, step: int) -> None:
     """Print a step's responses with their rewards, and write them where TRL does."""
     run = trainer._run
-    rows = attempts.read(run.rollouts.path(step - 1))
+    rows = [row for row in attempts.read(run.rollouts.path(step - 1)) if not row["discarded"]]
     if trainer.args.log_unique_prompts:
         rows = list({row["problem"]: row for row in rows}.values())
     decode = trainer.processing_class.decode

@@ -21,7 +21,7 @@ def arguments(*words):
 
 
 def test_prints_the_table_and_the_ratios(capsys, monkeypatch):
-    monkeypatch.setattr(bench, "peak_memory", lambda name, shape, threads: None)
+    monkeypatch.setattr(bench, "peak_memory", lambda *args: None)
     before = torch.get_num_threads()
     words = ("--tokens", "24", "--vocab", "300", "--hidden", "16", "--repeats", "2")
     assert bench.run(arguments(*words)) == 0
@@ -40,6 +40,31 @@ def test_prints_the_table_and_the_ratios(capsys, monkeypatch):
         assert "pip install 'past-opsd[bench]'" in out
     else:
         assert "TRL tiled / fused:" in out
+
+
+def test_half_precision_is_measured_against_what_was_not_rounded(capsys, monkeypatch):
+    """Rounding the operands costs bfloat16 eight times float16's error: 8 bits of a number against 11."""
+    monkeypatch.setattr(bench, "peak_memory", lambda *args: None)
+    errors = {}
+    for dtype in ("bf16", "fp16"):
+        words = ("--tokens", "24", "--vocab", "300", "--hidden", "16", "--repeats", "1", "--dtype", dtype)
+        assert bench.run(arguments(*words)) == 0
+        out = capsys.readouterr().out
+        assert f"H=16, {dtype}, 1 thread(s)" in out
+        table = {line[:26].strip(): line[26:].split() for line in out.splitlines() if line}
+        assert float(table["reference, float32"][0]) < 1e-5
+        errors[dtype] = [float(table[name][0]) for name in ("chunked", "fused")]
+        assert all(float(table[name][1]) > 0.99 for name in ("bf16", "chunked", "fused"))
+        assert table["fused"][-1] == "0"
+    assert all(2 < a / b < 32 for a, b in zip(errors["bf16"], errors["fp16"], strict=True))
+
+
+def test_what_is_not_finite_is_counted_on_every_row():
+    problem = bench.Problem.make(80, 40, 8)
+    problem.live[70:72] = float("inf")
+    outcome = bench.contestant("fused")(problem)
+    assert outcome is not None
+    assert bench._nonfinite(outcome) >= 2
 
 
 def test_contestants_without_trl_do_the_same_work():

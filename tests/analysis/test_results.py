@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from analysis.conftest import SEEDS
+
+from past_opsd.analysis import results, suite
+from past_opsd.analysis.results import evidence, page
+from past_opsd.core.nouns import PastError
+from past_opsd.run.folder import RunFolder
+
+ROOT = Path(__file__).resolve().parents[2]
+TWO = suite.Suite("two", "Two rows", "Vanilla OPSD", {"Vanilla OPSD": "embedded/opsd", "PAST": "embedded/past"})
+TEMPLATE = """# {{ seeds() }}
+{{ title("main") }}
+{{ table("main") }}
+{{ table("main", "costs") }}
+{{ claims("main", [("PAST", "Vanilla OPSD", 5.617), ("PAST", "GRPO", 1)]) }}
+{{ score("main", "PAST") }} {{ gap("main", "PAST", "Base") }} {{ order("main", ["PAST", "SFT"]) }}
+![curves]({{ figure("main", ["PAST", "SFT", "Vanilla OPSD"]) }})
+"""
+
+
+def past(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    results.add_arguments(parser)
+    return results.run(parser.parse_args(list(map(str, words))))
+
+
+@pytest.fixture(scope="module")
+def collected(compared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Evidence of the runs, a template, and all that follows."""
+    folder = tmp_path_factory.mktemp("results") / "embedded"
+    assert past("collect", compared, "--folder", folder) == 0
+    (folder / page.TEMPLATE).write_text(TEMPLATE)
+    assert past("rebuild", "--folder", folder, "--page", folder / "docs" / "page.md") == 0
+    return folder
+
+
+@pytest.fixture
+def copy(collected: Path, tmp_path: Path) -> Path:
+    shutil.copytree(collected, tmp_path / "embedded")
+    return tmp_path / "embedded"
+
+
+def check(folder: Path) -> int:
+    return past("rebuild", "--check", "--folder", folder, "--page", folder / "docs" / "page.md")
+
+
+def test_evidence_gives_the_results_of_the_runs(compared: Path, collected: Path):
+    kept = page.World(collected / "worlds" / "default")
+    assert kept.seeds == SEEDS
+    mine = suite.results(TWO, suite.gather(TWO, SEEDS, kept.read), SEEDS)
+    assert mine == suite.results(TWO, suite.collect(TWO, SEEDS, compared), SEEDS)
+    run = evidence.read(suite.run_folder(compared, "embedded/past", 17))
+    found = kept.read("embedded/past", 17)
+    for step, evaluation in run.evaluations.items():
+        for task, result in evaluation.tasks.items():
+            other = found.evaluations[step].tasks[task]
+            assert (other.outcomes, other.problems, other.styles) == (result.outcomes, result.problems, result.styles)
+
+
+def test_what_was_rebuilt_is_found_to_follow(collected: Path, capsys: pytest.CaptureFixture[str]):
+    assert check(collected) == 0
+    assert "17 of 17 files are what the evidence gives" in capsys.readouterr().out
+
+
+def test_the_page_says_what_is_missing_and_the_figure_has_no_date(collected: Path):
+    text = (collected / "docs" / "page.md").read_text()
+    assert "| GRPO (missing) | - |" in text
+    assert "PAST minus GRPO | +1.000 | not run |" in text
+    assert "(SFT: not run)" in text
+    score = suite.results(TWO, suite.gather(TWO, SEEDS, page.World(collected / "worlds" / "default").read), SEEDS)
+    assert f"{100 * score['rows'][2]['macro'][0]:.3f}" in text
+    drawn = (collected / "docs" / "page-main.svg").read_text()
+    assert "<dc:date>" not in drawn
+    assert "Vanilla OPSD" in drawn
+
+
+def flip(folder: Path) -> None:
+    """One draw of one problem comes out otherwise."""
+    world = folder / "worlds" / "default"
+    records = evidence.load(world)
+    outcomes = records["embedded/past", 17].evaluations[2].tasks["chain3"].outcomes
+    outcomes[0][0] ^= 1
+    evidence.write(world, [records[key] for key in sorted(records)])
+
+
+def reword(folder: Path) -> None:
+    file = folder / "docs" / "page.md"
+    file.write_text(file.read_text().replace("PAST", "Past", 1))
+
+
+def redraw(folder: Path) -> None:
+    file = folder / "docs" / "page-main.svg"
+    file.write_bytes(file.read_bytes() + b"\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"), [(flip, "main/results.json"), (reword, "docs/page.md"), (redraw, "docs/page-main.svg")]
+)
+def test_what_does_not_follow_is_told(copy: Path, capsys: pytest.CaptureFixture[str], change, told: str):
+    change(copy)
+    assert check(copy) == 1
+    assert f"{told}: does not follow from the evidence" in capsys.readouterr().out
+
+
+def test_tables_of_which_there_is_no_evidence_are_told(copy: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copytree(copy / "main", copy / "mine")
+    assert check(copy) == 1
+    assert "mine/tables.md: there is no evidence of it; delete it" in capsys.readouterr().out
+
+
+def test_evidence_is_small_and_holds_no_place_of_a_machine(compared: Path, collected: Path, tmp_path: Path):
+    files = list((collected / "worlds" / "default").iterdir())
+    assert sorted(file.name for file in files) == ["cycles.parquet", "outcomes.parquet", "runs.parquet"]
+    records = list(evidence.load(collected / "worlds" / "default").values())
+    bits = sum(np.size(t.outcomes) for r in records for e in r.evaluations.values() for t in e.tasks.values())
+    assert bits == 2 * 2 * 3 * 3 * 4 * 4
+    away = {**records[0].settings, "model": {**records[0].settings["model"], "path": "/home/somebody/weaker"}}
+    evidence.write(tmp_path, [evidence.Record("", "a", 1, away, {}, records[0].evaluations, *lines(records[0]))])
+    assert evidence.load(tmp_path)["a", 1].settings["model"]["path"] == "weaker"
+
+
+def lines(record: evidence.Record) -> tuple[list[dict], list[dict]]:
+    return record.metrics, record.timings
+
+
+def test_runs_that_cannot_be_taken_are_told(compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first = suite.run_folder(compared, "embedded/past", 17)
+    shutil.copytree(first, tmp_path / "twice" / "a")
+    shutil.copytree(first, tmp_path / "twice" / "b")
+    with pytest.raises(PastError, match="are both embedded/past with seed 17"):
+        past("collect", tmp_path / "twice", "--folder", tmp_path / "out")
+    RunFolder(tmp_path / "twice" / "a").evaluations.path(2).unlink()
+    assert past("collect", tmp_path / "twice", "--folder", tmp_path / "out") == 0
+    assert "is left out: its last boundary has not been evaluated" in capsys.readouterr().out
+    with pytest.raises(PastError, match="no such folder"):
+        past("collect", tmp_path / "nowhere")
+    with pytest.raises(PastError, match=r"--world '\.\./up'"):
+        past("collect", tmp_path, "--world", "../up")
+    with pytest.raises(PastError, match="holds no evidence"):
+        past("rebuild", "--folder", tmp_path)
+
+
+def test_evidence_that_is_none_is_refused(copy: Path):
+    (copy / "worlds" / "default" / "outcomes.parquet").write_bytes(b"PAR1")
+    with pytest.raises(PastError, match="not evidence that 'past results collect' wrote"):
+        check(copy)
+
+
+def test_a_template_that_asks_for_what_is_not_there_is_told(copy: Path):
+    (copy / page.TEMPLATE).write_text("\n{{ nothing() }}")
+    with pytest.raises(PastError, match=r"page\.md\.jinja.*'nothing' is undefined"):
+        check(copy)
+    (copy / page.TEMPLATE).write_text("{{ score('main', 'Nobody') }}")
+    with pytest.raises(PastError, match="'Nobody' is no row of suite 'main'"):
+        check(copy)
+
+
+def test_the_costs_of_runs_are_printed(compared: Path, capsys: pytest.CaptureFixture[str]):
+    assert past("cost", compared) == 0
+    out = capsys.readouterr().out
+    assert "embedded/past, seed 29" in out
+    assert "Device-h" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_committed_page_follows_from_the_committed_evidence(monkeypatch: pytest.MonkeyPatch, capsys):
+    """Every table, interval and figure of docs/results.md, byte for byte."""
+    monkeypatch.chdir(ROOT)
+    assert past("rebuild", "--check") == 0, capsys.readouterr().out
+
+
+def test_the_template_states_no_score_of_its_own():
+    """Numbers with a decimal point in the prose come from the evidence, but for settings and the paper's own."""
+    text = (ROOT / "results" / "embedded" / page.TEMPLATE).read_text(encoding="utf-8")
+    prose = re.sub(r"\{\{.*?\}\}|\{%.*?%\}", "", text, flags=re.DOTALL)
+    assert set(re.findall(r"\d+\.\d+", prose)) <= {"0.85", "0.5"}
