@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from past_opsd.learner import forks
 from past_opsd.policy.fused import Job, Result
 
 POSITIONS = 16  # the KL is logged position by position this far: a bad prompt boundary shows at the first tokens
@@ -44,6 +45,7 @@ class Log:
                 self._mean(f"{name}/{key}", _means(column, lengths))
             if "kl" in found:
                 self._spread(name, found["kl"], lengths)
+                self._fork(name, found["kl"], result.live["entropy"], lengths)
             if "dot" in found:
                 sums = self._align[name]
                 for i, key in enumerate(("dot", "norm_clipped", "norm_unclipped")):
@@ -67,6 +69,26 @@ class Log:
             for t, value in enumerate(sequence[:POSITIONS].tolist()):
                 self._positions[f"{name}/kl@{t:02d}"].append(value)
 
+    def _fork(self, name: str, kl: Tensor, entropy: Tensor, lengths: Sequence[int]) -> None:
+        """The KL and the entropy at forks and elsewhere, by sequence, and how many forks there are.
+
+        `fork_share` is the part of all KL that lands on forks, every sequence with its mean as in the objective.
+        """
+        at = forks.highest(entropy, lengths, [forks.SHARE] * len(lengths)).to(kl.dtype)
+        opened = (entropy >= forks.OPEN).to(kl.dtype)
+        there, all_of_it, chosen, height, count = (
+            _means(column, lengths) for column in (at * kl, kl, at, at * entropy, opened)
+        )
+        self._mean(f"{name}/fork_kl", [a / n for a, n in zip(there, chosen, strict=True)])
+        rest = [(b - a) / (1 - n) for a, b, n in zip(there, all_of_it, chosen, strict=True) if n < 1]
+        if rest:
+            self._mean(f"{name}/rest_kl", rest)
+        self._mean(f"{name}/fork_entropy", [h / n for h, n in zip(height, chosen, strict=True)])
+        self._mean(f"{name}/fork_rate", count)
+        self._mean(f"{name}/fork_count", [c * n for c, n in zip(count, lengths, strict=True)])
+        self._sums[f"{name}/fork_share"] += sum(there)
+        self._counts[f"{name}/fork_share"] += sum(all_of_it)
+
     def merge(self, other: Log) -> None:
         """Add what another process logged."""
         for mine, theirs in (
@@ -89,7 +111,7 @@ class Log:
 
     def summary(self) -> dict[str, float]:
         """Flat metrics."""
-        out = {key: self._sums[key] / self._counts[key] for key in self._sums}
+        out = {key: total / self._counts[key] for key, total in self._sums.items() if self._counts[key]}
         out |= {f"{name}/objective": value for name, value in self._objective.items()}
         out |= {key: math.fsum(values) / len(values) for key, values in self._positions.items()}
         for name, values in self._paths.items():

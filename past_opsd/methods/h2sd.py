@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import Field
 
-from past_opsd.core.config import MethodOptions, RolloutSection
+from past_opsd.core.config import DistillingOptions, RolloutSection
 from past_opsd.core.losses import ModulatedReinforce, Reinforce, Stay
 from past_opsd.core.nouns import (
     Attempt,
@@ -51,7 +51,7 @@ COUNTS = (
 )
 
 
-class Options(MethodOptions):
+class Options(DistillingOptions):
     """H2SD, a reconstruction."""
 
     former = ("epsilon",)
@@ -187,7 +187,8 @@ class H2sd(Method):
         )
 
     def _distill(self, attempt: Attempt) -> Term:
-        return distill(attempt, self.teacher_view(attempt), Stay(self._o.tau), self._o.temperature)
+        o = self._o
+        return distill(attempt, self.teacher_view(attempt), Stay(o.tau), o.temperature, o.at_forks)
 
     def _punish(self, attempt: Attempt, advantage: float) -> Term:
         return Term(

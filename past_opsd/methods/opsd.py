@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from past_opsd.core.config import MethodOptions, RolloutSection
+from past_opsd.core.config import DistillingOptions, RolloutSection
 from past_opsd.core.losses import Match
 from past_opsd.core.nouns import Adapter, Attempt, Batch, Term, View, mean
 from past_opsd.core.prompts import Prompts
@@ -22,7 +22,7 @@ Kind = Literal["base", "current", "ema"]
 WEIGHTS: dict[Kind, Adapter] = {"base": "base", "current": "student", "ema": "teacher"}
 
 
-class Options(MethodOptions):
+class Options(DistillingOptions):
     """Vanilla OPSD."""
 
     baseline = True
@@ -60,7 +60,8 @@ class Opsd(Method):
         return mean([self._distill(a)] for a in batch.attempts)
 
     def _distill(self, attempt: Attempt) -> Term:
-        return distill(attempt, self.teacher_view(attempt), Match(self._options.tau), self._options.temperature)
+        o = self._options
+        return distill(attempt, self.teacher_view(attempt), Match(o.tau), o.temperature, o.at_forks)
 
     def sync(self) -> float:
         """The student's share in the average after a cycle."""

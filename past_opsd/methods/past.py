@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from past_opsd.core.config import MethodOptions, RolloutSection
+from past_opsd.core.config import DistillingOptions, RolloutSection
 from past_opsd.core.losses import GeneralizedJSD, Imitate, Loss, Match, Reinforce, SampledToken, Stay, TopK
 from past_opsd.core.nouns import Attempt, Batch, Group, Term, View, group_advantages, mean, scale
 from past_opsd.core.prompts import Prompts
@@ -28,7 +28,7 @@ from past_opsd.core.sampler import Controller, ControllerOptions, Round, adaptiv
 from past_opsd.methods import Method, distill
 
 
-class Options(MethodOptions):
+class Options(DistillingOptions):
     """PAST, with the paper's ablations as options."""
 
     former = ("epsilon",)
@@ -183,7 +183,8 @@ class Past(Method):
 
     def _distill(self, attempt: Attempt) -> list[Term]:
         loss = self._matching(self._o.tau)
-        return self._with_ce(distill(attempt, self.teacher_view(attempt), loss, self._o.temperature))
+        term = distill(attempt, self.teacher_view(attempt), loss, self._o.temperature, self._o.at_forks)
+        return self._with_ce(term)
 
     def _with_ce(self, term: Term) -> list[Term]:
         """The term, and in the ablation "KL + CE" the scaled cross-entropy of its tokens."""
