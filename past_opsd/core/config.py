@@ -21,7 +21,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -79,6 +79,13 @@ class MethodOptions(Section):
     def on(self, there: MethodOptions) -> Self:
         """The same method on the model and task of another recipe of it: what follows those is taken from there."""
         return self
+
+    def losses(self) -> Mapping[str, Callable[..., Any]]:
+        """What these options say each term's loss is, by the term's name, for a check against the terms themselves.
+
+        An advantage is left at 0. Empty where a method says nothing of it.
+        """
+        return {}
 
 
 class DistillingOptions(MethodOptions):

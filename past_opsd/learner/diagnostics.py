@@ -31,9 +31,13 @@ class Log:
         self._paths: dict[str, list[float]] = defaultdict(list)
         self._positions: dict[str, list[float]] = defaultdict(list)
         self._align: dict[str, list[float]] = defaultdict(_nothing)
+        self.nonfinite = 0.0
+        """Numbers of the log that are not finite; a loss or a gradient that is not stops the step."""
 
     def add(self, lengths: Sequence[int], jobs: Mapping[str, Job], result: Result) -> None:
         """Add one loss call on sequences of these lengths, one after the other, with a job for each term's name."""
+        measured = (column for columns in (result.live, *result.diagnostics) for column in columns.values())
+        self.nonfinite += sum(float((~column.isfinite()).sum()) for column in measured)
         for (name, job), values, found in zip(jobs.items(), result.values, result.diagnostics, strict=True):
             host = name.rpartition("/")[0]
             if host in jobs:
@@ -101,6 +105,7 @@ class Log:
         for mine, theirs in ((self._paths, other._paths), (self._positions, other._positions)):
             for key, values in theirs.items():
                 mine[key] += values
+        self.nonfinite += other.nonfinite
         for name, sums in other._align.items():
             self._align[name] = [a + b for a, b in zip(self._align[name], sums, strict=True)]
 

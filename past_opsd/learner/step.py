@@ -114,7 +114,7 @@ class Learner:
         if not self._model.world.alone:
             self._model.world.agree(f"{phase} adapter after a step", self._model.digest(phase))
         metrics = {f"{phase}/{key}": value for key, value in log.summary().items()}
-        extra = {"stepped": 1.0, "grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], "nonfinite": 0.0}
+        extra = {"stepped": 1.0, "grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], "nonfinite": log.nonfinite}
         return metrics | {f"{phase}/{key}": value for key, value in extra.items()}
 
     def gradient(self, phase: Adapter, terms: Sequence[Term]) -> tuple[float, Tensor]:

@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import Field
 
 from past_opsd.core.config import DistillingOptions, RolloutSection
-from past_opsd.core.losses import ModulatedReinforce, Reinforce, Stay
+from past_opsd.core.losses import Loss, ModulatedReinforce, Reinforce, Stay
 from past_opsd.core.nouns import (
     Attempt,
     Batch,
@@ -81,6 +81,10 @@ class Options(DistillingOptions):
     @property
     def reads_response(self) -> bool:
         return True
+
+    def losses(self) -> dict[str, Loss]:
+        modulated = ModulatedReinforce(0.0, self.strength, self.width)  # at the start; the strength falls
+        return {"modulated": modulated, "distill": Stay(self.tau), "punish": Reinforce(0.0)}
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> H2sd:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from past_opsd.core.config import DistillingOptions, RolloutSection
-from past_opsd.core.losses import GeneralizedJSD, Match
+from past_opsd.core.losses import GeneralizedJSD, Loss, Match
 from past_opsd.core.nouns import Attempt, Batch, Term, View, mean
 from past_opsd.core.prompts import Prompts
 from past_opsd.methods import Method, distill
@@ -26,6 +26,9 @@ class Options(DistillingOptions):
         default=0.0, ge=0, le=1, description="0 is KL(teacher, student), 1 the reverse, between them the JSD"
     )
     temperature: float = Field(default=1.0, gt=0, description="both models' logits are divided by this")
+
+    def losses(self) -> dict[str, Loss]:
+        return {"distill": GeneralizedJSD(self.beta, self.tau) if self.beta else Match(self.tau)}
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Opd:

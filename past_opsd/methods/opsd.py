@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from past_opsd.core.config import DistillingOptions, RolloutSection
-from past_opsd.core.losses import Match
+from past_opsd.core.losses import Loss, Match
 from past_opsd.core.nouns import Adapter, Attempt, Batch, Term, View, mean
 from past_opsd.core.prompts import Prompts
 from past_opsd.methods import Method, Tools, distill
@@ -33,6 +33,9 @@ class Options(DistillingOptions):
         default="base", description="the teacher's weights: initial, the student's own, or their average"
     )
     ema_decay: float = Field(default=0.999, ge=0, lt=1, description="what the 'ema' teacher keeps of itself a cycle")
+
+    def losses(self) -> dict[str, Loss]:
+        return {"distill": Match(self.tau)}
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Opsd:

@@ -14,7 +14,7 @@ does not say which standard deviation normalises the advantage; here it is the s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -85,6 +85,20 @@ class Options(DistillingOptions):
 
     def small(self, most: int) -> Self:
         return self.model_copy(update={"group_max": min(self.group_max, most)})
+
+    def losses(self) -> dict[str, Loss]:
+        ends = {"correct": self.tau if self.clip_correct else math.inf, "distill": self.tau}
+        kinds: dict[str, Callable[[float], Loss]] = {
+            "kl": Match,
+            "kl_ce": Match,
+            "jsd": lambda tau: GeneralizedJSD(self.jsd_beta, tau),
+            "top_k": lambda tau: TopK(self.top_k, self.top_k_tail, tau),
+            "sampled_token": lambda tau: SampledToken(),
+        }
+        matched = {name: kinds[self.objective](tau) for name, tau in ends.items()}
+        ce = {f"{name}/ce": Imitate() for name in ends} if self.objective == "kl_ce" else {}
+        stay = Stay(self.tau if self.clip_failed else math.inf)
+        return matched | ce | {"stay": stay, "reinforce": Reinforce(0.0)}
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Past:

@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from past_opsd.core.config import DistillingOptions, MethodOptions, RolloutSection, Sampling
-from past_opsd.core.losses import Imitate, MixedTopK, Stay
+from past_opsd.core.losses import Imitate, Loss, MixedTopK, Stay
 from past_opsd.core.nouns import Attempt, Batch, Group, PastError, Term, Tokens, View, Work, derive_seed, mean
 from past_opsd.core.prompts import Prompts
 from past_opsd.methods import Method, Tools, distill
@@ -84,6 +84,9 @@ class Options(DistillingOptions):
         """Instructions are words of a vocabulary, lengths those of a task."""
         words = ("separator", "instruction_failed", "instruction_correct", "phase1_problems", "phase1_sampling")
         return self.model_copy(update={key: getattr(there, key) for key in words})
+
+    def losses(self) -> dict[str, Loss]:
+        return {"distill": MixedTopK(self.top_k) if self.divergence == "released" else Stay()}
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> SdZero:
