@@ -49,7 +49,7 @@ from past_opsd.run.health import counted
 from past_opsd.run.train import Session, Silent, session, train
 from past_opsd.tasks import Problems
 
-MADE_VOCAB = 2048  # CPUs without bfloat16 units take minutes for a large head
+MADE_VOCAB = 1024  # CPUs without bfloat16 units take minutes for a large head
 REPEATS = arguments.REPEATS
 UNKNOWN = 10**9  # the context of a model whose recipe does not say it, where its weights are not loaded
 SLOW = 30_000_000  # parameters; on a CPU, a cycle of more takes minutes unless it is cut to a few sequences

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def gradient(model: Model, phase: Adapter, terms: Sequence[Term], reduction: str
                 parameter.grad = torch.zeros_like(parameter)
             for term, weight in zip(terms, weights, strict=True):
                 summed = weight * _values(model, term).sum()
-                total += float(summed)
+                total += float(summed.detach())
                 summed.backward()
         return total, torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]).clone()
     finally:
@@ -152,8 +153,14 @@ def _values(model: Model, term: Term) -> Tensor:
 def _logp(model: Model, view: View, term: Term) -> Tensor:
     """log view(. | prompt, y_<t) at the term's temperature, float32 [T, V]."""
     network = model.expert if view.adapter == "expert" and model.expert is not None else model
-    logits = fused.project(model.hidden([(view, term.tokens)]), network.head, network.head_bias, torch.float32)
-    return torch.log_softmax(logits / term.temperature, -1)
+    return _softmax(
+        fused.project(model.hidden([(view, term.tokens)]), network.head, network.head_bias), term.temperature
+    )
+
+
+def _softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Logits, in the head's dtype: an entry that stands at the clip must not fall on both sides of it by rounding."""
+    return torch.log_softmax(logits.float() / temperature, -1)
 
 
 @dataclass(frozen=True)
@@ -178,10 +185,11 @@ def made(
     value where that is larger, and the smallest cosine of a gradient.
     """
     error, cosine = 0.0, 1.0
+    states = cache(partial(_states, size, seed))
     for loss, reads, temperature in losses:
         settled = Loss.of(loss)
         for distance in (0.3, 1.0, 3.0, 10.0):
-            live, frozen, head, tokens = _states(size, seed, distance)
+            live, frozen, head, tokens = states(distance)
             weight = torch.full((len(tokens),), 1 / len(tokens), device=live.device)
             job = fused.Job(settled, weight, frozen=reads)
             found = fused.run(
@@ -214,14 +222,15 @@ def _dense(
     tokens: Tensor,
     temperature: float,
 ) -> tuple[float, Tensor, bool]:
-    """The mean of the loss, its gradient, and whether its clip changed it, all in float32."""
+    """The mean of the loss, its gradient, and whether its clip changed it."""
     states = live.float().requires_grad_()
-    q = torch.log_softmax(states @ head.float().t() / temperature, -1)
-    p = None if frozen is None else torch.log_softmax(frozen.float() @ head.float().t() / temperature, -1)
+    q = _softmax(fused.project(states, head, None), temperature)
+    p = None if frozen is None else _softmax(fused.project(frozen, head, None), temperature)
     value = definition(loss)(q, p, tokens).mean()
     (slope,) = torch.autograd.grad(value, states)
     free: Any = replace(loss, tau=math.inf) if isinstance(loss, _CLIPPED) else loss
-    return float(value), slope, float(definition(free)(q, p, tokens).mean()) != float(value)
+    unbounded = definition(free)(q.detach(), p, tokens).mean()
+    return float(value.detach()), slope, float(unbounded) != float(value.detach())
 
 
 def _worse(error: float) -> float:
