@@ -276,7 +276,7 @@ def _ends(recipe: Recipe, runs: Sequence[Path]) -> list[tuple[np.ndarray, dict[A
         for run in runs:
             checkpoint.load_adapters(parts.model, RunFolder(run).checkpoint(1))
             reached = _vectors(parts)
-            moved = {adapter: reached[adapter] - start[adapter] for adapter in TRAINABLE}
+            moved: dict[Adapter, torch.Tensor] = {a: reached[a] - start[a] for a in TRAINABLE}
             checkpoint.load_adapter(parts.model, "student", RunFolder(run).checkpoint(recipe.run.cycles))
             parts.loop.publish()
             result = evaluate(
