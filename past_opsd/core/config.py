@@ -21,7 +21,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +30,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
 
-from past_opsd.core.nouns import PastError
+from past_opsd.core.nouns import Forks, PastError
 from past_opsd.core.reading import SMALL, read_text, read_toml
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
@@ -79,6 +79,34 @@ class MethodOptions(Section):
     def on(self, there: MethodOptions) -> Self:
         """The same method on the model and task of another recipe of it: what follows those is taken from there."""
         return self
+
+    def losses(self) -> Mapping[str, Callable[..., Any]]:
+        """What these options say each term's loss is, by the term's name, for a check against the terms themselves.
+
+        An advantage is left at 0. Empty where a method says nothing of it.
+        """
+        return {}
+
+
+class DistillingOptions(MethodOptions):
+    """The keys of a method whose student learns from a teacher's distribution along its own responses."""
+
+    forks: Literal["keep", "mask", "down-weight"] = Field(
+        default="keep", description="what distillation does where the student is least decided; 'keep' is the paper's"
+    )
+    fork_share: float = Field(
+        default=0.2, gt=0, lt=1, description="part of each response, its highest entropies, that counts as forks"
+    )
+    fork_weight: float = Field(
+        default=0.25, gt=0, lt=1, description="weight of a fork in 'down-weight', beside 1 elsewhere"
+    )
+
+    @property
+    def at_forks(self) -> Forks | None:
+        """How distillation terms treat forks; None where they are as any position."""
+        if self.forks == "keep":
+            return None
+        return Forks(self.fork_share, 0.0 if self.forks == "mask" else self.fork_weight)
 
 
 class EngineOptions(Section):

@@ -148,6 +148,15 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Forks:
+    """What a term does with the positions where its live view is least decided: this share of each response."""
+
+    share: float
+    weight: float
+    """Their weight beside the 1 of every other position; 0 leaves them out."""
+
+
+@dataclass(frozen=True, slots=True)
 class Term:
     """One summand of an objective: weight * reduce_t loss(live view, frozen view) along `tokens`.
 
@@ -155,7 +164,8 @@ class Term:
     For a policy-gradient loss `frozen=None` means "the live view before this step": with one optimizer
     step a snapshot, the old policy and the live one are the same function when the loss is taken.
     Both views' logits are divided by `temperature`. The mean is over the tokens from `start` on: those before it are
-    read, not supervised.
+    read, not supervised. With `forks` the summands at the response's forks are weighed, the others stay as they are:
+    1/T sum_t w_t loss_t.
     """
 
     name: str
@@ -165,6 +175,7 @@ class Term:
     loss: Callable[..., Any]
     weight: float = 1.0
     temperature: float = 1.0
+    forks: Forks | None = None
     start: int = 0
 
     @property

@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from past_opsd.learner import forks
 from past_opsd.policy.fused import Job, Result
 
 POSITIONS = 16  # the KL is logged position by position this far: a bad prompt boundary shows at the first tokens
@@ -31,6 +32,8 @@ class Log:
         self._paths: dict[str, list[float]] = defaultdict(list)
         self._positions: dict[str, list[float]] = defaultdict(list)
         self._align: dict[str, list[float]] = defaultdict(_nothing)
+        self.nonfinite = 0.0
+        """Numbers of the log that are not finite; a loss or a gradient that is not stops the step."""
 
     def add(
         self, lengths: Sequence[int], jobs: Mapping[str, Job], result: Result, starts: Mapping[str, Sequence[int]]
@@ -40,6 +43,8 @@ class Log:
         What is logged is of the supervised positions, which of each name begin at `starts`; only the KL at the first
         positions is of all of them.
         """
+        measured = (column for columns in (result.live, *result.diagnostics) for column in columns.values())
+        self.nonfinite += sum(float((~column.isfinite()).sum()) for column in measured)
         for (name, job), values, found in zip(jobs.items(), result.values, result.diagnostics, strict=True):
             spans = _spans(lengths, starts[name])
             host = name.rpartition("/")[0]
@@ -52,6 +57,9 @@ class Log:
                 self._mean(f"{name}/{key}", _means(column, spans))
             if "kl" in found:
                 self._spread(name, found["kl"], lengths, spans)
+                self._fork(
+                    name, *(torch.cat([x[s] for s in spans]) for x in (found["kl"], result.live["entropy"])), spans
+                )
             if "dot" in found:
                 sums = self._align[name]
                 for i, key in enumerate(("dot", "norm_clipped", "norm_unclipped")):
@@ -79,6 +87,28 @@ class Log:
             for t, value in enumerate(sequence[:POSITIONS].tolist()):
                 self._positions[f"{name}/kl@{t:02d}"].append(value)
 
+    def _fork(self, name: str, kl: Tensor, entropy: Tensor, supervised: Sequence[slice]) -> None:
+        """The KL and the entropy at forks and elsewhere, by sequence, and how many forks there are.
+
+        `fork_share` is the part of all KL that lands on forks, every sequence with its mean as in the objective.
+        """
+        lengths = [span.stop - span.start for span in supervised]
+        spans = _spans(lengths, [0] * len(lengths))
+        at = forks.highest(entropy, lengths, [forks.SHARE] * len(lengths)).to(kl.dtype)
+        opened = (entropy >= forks.OPEN).to(kl.dtype)
+        there, all_of_it, chosen, height, count = (
+            _means(column, spans) for column in (at * kl, kl, at, at * entropy, opened)
+        )
+        self._mean(f"{name}/fork_kl", [a / n for a, n in zip(there, chosen, strict=True)])
+        rest = [(b - a) / (1 - n) for a, b, n in zip(there, all_of_it, chosen, strict=True) if n < 1]
+        if rest:
+            self._mean(f"{name}/rest_kl", rest)
+        self._mean(f"{name}/fork_entropy", [h / n for h, n in zip(height, chosen, strict=True)])
+        self._mean(f"{name}/fork_rate", count)
+        self._mean(f"{name}/fork_count", [c * n for c, n in zip(count, lengths, strict=True)])
+        self._sums[f"{name}/fork_share"] += sum(there)
+        self._counts[f"{name}/fork_share"] += sum(all_of_it)
+
     def merge(self, other: Log) -> None:
         """Add what another process logged."""
         for mine, theirs in (
@@ -91,6 +121,7 @@ class Log:
         for mine, theirs in ((self._paths, other._paths), (self._positions, other._positions)):
             for key, values in theirs.items():
                 mine[key] += values
+        self.nonfinite += other.nonfinite
         for name, sums in other._align.items():
             self._align[name] = [a + b for a, b in zip(self._align[name], sums, strict=True)]
 
@@ -101,7 +132,7 @@ class Log:
 
     def summary(self) -> dict[str, float]:
         """Flat metrics."""
-        out = {key: self._sums[key] / self._counts[key] for key in self._sums}
+        out = {key: total / self._counts[key] for key, total in self._sums.items() if self._counts[key]}
         out |= {f"{name}/objective": value for name, value in self._objective.items()}
         out |= {key: math.fsum(values) / len(values) for key, values in self._positions.items()}
         for name, values in self._paths.items():

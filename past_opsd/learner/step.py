@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from past_opsd.core.config import LearnerSection, OptimizerSection
 from past_opsd.core.losses import Loss
 from past_opsd.core.nouns import Adapter, PastError, Term, View
+from past_opsd.learner import forks
 from past_opsd.learner.diagnostics import Log
 from past_opsd.learner.plan import Bundle, Weighted, plan
 from past_opsd.policy import fused, packing
@@ -112,7 +114,7 @@ class Learner:
         if not self._model.world.alone:
             self._model.world.agree(f"{phase} adapter after a step", self._model.digest(phase))
         metrics = {f"{phase}/{key}": value for key, value in log.summary().items()}
-        extra = {"stepped": 1.0, "grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], "nonfinite": 0.0}
+        extra = {"stepped": 1.0, "grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], "nonfinite": log.nonfinite}
         return metrics | {f"{phase}/{key}": value for key, value in extra.items()}
 
     def gradient(self, phase: Adapter, terms: Sequence[Term]) -> tuple[float, Tensor]:
@@ -241,20 +243,28 @@ class Learner:
         tokens = torch.tensor([y for _, _, terms in members for y in terms[0][0].tokens], device=live.device)
         views = [frozen[view, terms[0][0].tokens] for _, view, terms in members if view is not None]
         expert = self._model.expert if any(v is not None and v.adapter == "expert" for _, v, _ in members) else None
-        jobs = stack_jobs([terms for _, _, terms in members], live.device)
-        result = fused.run(
-            self._section.implementation,
-            live[index],
-            torch.cat(views) if views else None,
-            self._model.head,
-            self._model.head_bias,
-            tokens,
-            list(jobs.values()),
-            temperature=temperature,
-            frozen_head=None if expert is None else expert.head,
-            frozen_bias=None if expert is None else expert.head_bias,
-            budget_bytes=self._section.loss_memory_mib << 20,
-        )
+        sequences = [terms for _, _, terms in members]
+        jobs = stack_jobs(sequences, live.device)
+        own = live[index]
+
+        def run(states: Tensor | None, jobs: Sequence[fused.Job]) -> fused.Result:
+            return fused.run(
+                self._section.implementation,
+                own,
+                states,
+                self._model.head,
+                self._model.head_bias,
+                tokens,
+                jobs,
+                temperature=temperature,
+                frozen_head=None if expert is None else expert.head,
+                frozen_bias=None if expert is None else expert.head_bias,
+                budget_bytes=self._section.loss_memory_mib << 20,
+            )
+
+        if any(term.forks for terms in sequences for term, _ in terms):
+            jobs = weigh_forks(jobs, sequences, run(None, []).live["entropy"])
+        result = run(torch.cat(views) if views else None, list(jobs.values()))
         for name, values in zip(jobs, result.values, strict=True):
             if not bool(torch.isfinite(values).all()):
                 raise NonFiniteError(_message(phase, name, "loss", values))
@@ -290,6 +300,20 @@ def stack_jobs(sequences: Sequence[Sequence[Weighted]], device: torch.device) ->
         loss = losses[0].stack(losses, lengths)
         jobs[name] = fused.Job(loss, weights, frozen=own[0][0].frozen is not None, always=True)
     return jobs
+
+
+def weigh_forks(
+    jobs: dict[str, fused.Job], sequences: Sequence[Sequence[Weighted]], entropy: Tensor
+) -> dict[str, fused.Job]:
+    """The jobs with the weight that each term gives its sequence's forks; `entropy` [T] is the live view's."""
+    found: dict[str, fused.Job] = {}
+    for name, job in jobs.items():
+        own = [next(t for t, _ in terms if t.name == name) for terms in sequences]
+        supervised = torch.cat([torch.arange(len(t.tokens)) >= t.start for t in own]).to(entropy.device)
+        factor = torch.ones_like(entropy)
+        factor[supervised] = forks.weights(entropy[supervised], [t.supervised for t in own], [t.forks for t in own])
+        found[name] = replace(job, weight=job.weight * factor)
+    return found
 
 
 def _message(phase: str, term: str, what: str, values: Tensor) -> str:

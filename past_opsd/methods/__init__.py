@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from past_opsd.core.config import RolloutSection, Sampling
-from past_opsd.core.nouns import Adapter, Attempt, Batch, Group, PastError, Problem, Term, View, Work
+from past_opsd.core.nouns import Adapter, Attempt, Batch, Forks, Group, PastError, Problem, Term, View, Work
 from past_opsd.core.prompts import Prompts
 from past_opsd.core.sampler import Round
 
@@ -44,10 +44,17 @@ class Tools(Protocol):
         ...
 
 
-def distill(attempt: Attempt, teacher: View, loss: Any, temperature: float) -> Term:
+def distill(attempt: Attempt, teacher: View, loss: Any, temperature: float, forks: Forks | None = None) -> Term:
     """A frozen view supervises the student along its own response."""
-    tokens = attempt.response.tokens
-    return Term("distill", live=attempt.view, frozen=teacher, tokens=tokens, loss=loss, temperature=temperature)
+    return Term(
+        "distill",
+        live=attempt.view,
+        frozen=teacher,
+        tokens=attempt.response.tokens,
+        loss=loss,
+        temperature=temperature,
+        forks=forks,
+    )
 
 
 def require_groups(rollout: RolloutSection, name: str) -> None:

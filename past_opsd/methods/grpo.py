@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from past_opsd.core.config import MethodOptions, RolloutSection
-from past_opsd.core.losses import Reinforce, Stay
+from past_opsd.core.losses import Loss, Reinforce, Stay
 from past_opsd.core.nouns import Attempt, Batch, Term, View, by_problem, group_advantages, mean, scale
 from past_opsd.core.prompts import Prompts
 from past_opsd.methods import Method, require_groups
@@ -30,6 +30,9 @@ class Options(MethodOptions):
 
     advantage_eps: float = Field(default=1e-4, ge=0, description="added to the group's standard deviation")
     beta: float = Field(default=0.0, ge=0, description="weight of the exact KL to the initial policy; 0 leaves it out")
+
+    def losses(self) -> dict[str, Loss]:
+        return {"reinforce": Reinforce(0.0), "stay": Stay()}
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Grpo:

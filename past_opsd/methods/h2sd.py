@@ -23,8 +23,8 @@ from typing import Any
 
 from pydantic import Field
 
-from past_opsd.core.config import MethodOptions, RolloutSection
-from past_opsd.core.losses import ModulatedReinforce, Reinforce, Stay
+from past_opsd.core.config import DistillingOptions, RolloutSection
+from past_opsd.core.losses import Loss, ModulatedReinforce, Reinforce, Stay
 from past_opsd.core.nouns import (
     Attempt,
     Batch,
@@ -52,7 +52,7 @@ COUNTS = (
 )
 
 
-class Options(MethodOptions):
+class Options(DistillingOptions):
     """H2SD, a reconstruction."""
 
     former = ("epsilon", "hint_limit")
@@ -79,6 +79,10 @@ class Options(MethodOptions):
     @property
     def reads_response(self) -> bool:
         return True
+
+    def losses(self) -> dict[str, Loss]:
+        modulated = ModulatedReinforce(0.0, self.strength, self.width)  # at the start; the strength falls
+        return {"modulated": modulated, "distill": Stay(self.tau), "punish": Reinforce(0.0)}
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> H2sd:
@@ -196,7 +200,8 @@ class H2sd(Method):
         )
 
     def _distill(self, attempt: Attempt) -> Term:
-        return distill(attempt, self.teacher_view(attempt), Stay(self._o.tau), self._o.temperature)
+        o = self._o
+        return distill(attempt, self.teacher_view(attempt), Stay(o.tau), o.temperature, o.at_forks)
 
     def _punish(self, attempt: Attempt, advantage: float) -> Term:
         return Term(

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from past_opsd.core.config import MethodOptions, RolloutSection
-from past_opsd.core.losses import GeneralizedJSD, Match
+from past_opsd.core.config import DistillingOptions, RolloutSection
+from past_opsd.core.losses import GeneralizedJSD, Loss, Match
 from past_opsd.core.nouns import Attempt, Batch, Term, View, mean
 from past_opsd.core.prompts import Prompts
 from past_opsd.methods import Method, distill
 
 
-class Options(MethodOptions):
+class Options(DistillingOptions):
     """On-policy distillation from a separate teacher model."""
 
     tau: float = Field(
@@ -26,6 +26,9 @@ class Options(MethodOptions):
         default=0.0, ge=0, le=1, description="0 is KL(teacher, student), 1 the reverse, between them the JSD"
     )
     temperature: float = Field(default=1.0, gt=0, description="both models' logits are divided by this")
+
+    def losses(self) -> dict[str, Loss]:
+        return {"distill": GeneralizedJSD(self.beta, self.tau) if self.beta else Match(self.tau)}
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Opd:
@@ -49,4 +52,4 @@ class Opd(Method):
     def _distill(self, attempt: Attempt) -> Term:
         o = self._options
         loss = Match(o.tau) if o.beta == 0 else GeneralizedJSD(o.beta, o.tau)
-        return distill(attempt, self.teacher_view(attempt), loss, o.temperature)
+        return distill(attempt, self.teacher_view(attempt), loss, o.temperature, o.at_forks)

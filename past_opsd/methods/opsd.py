@@ -12,8 +12,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from past_opsd.core.config import MethodOptions, RolloutSection
-from past_opsd.core.losses import Match
+from past_opsd.core.config import DistillingOptions, RolloutSection
+from past_opsd.core.losses import Loss, Match
 from past_opsd.core.nouns import Adapter, Attempt, Batch, Term, View, mean
 from past_opsd.core.prompts import Prompts
 from past_opsd.methods import Method, Tools, distill
@@ -22,7 +22,7 @@ Kind = Literal["base", "current", "ema"]
 WEIGHTS: dict[Kind, Adapter] = {"base": "base", "current": "student", "ema": "teacher"}
 
 
-class Options(MethodOptions):
+class Options(DistillingOptions):
     """Vanilla OPSD."""
 
     baseline = True
@@ -33,6 +33,9 @@ class Options(MethodOptions):
         default="base", description="the teacher's weights: initial, the student's own, or their average"
     )
     ema_decay: float = Field(default=0.999, ge=0, lt=1, description="what the 'ema' teacher keeps of itself a cycle")
+
+    def losses(self) -> dict[str, Loss]:
+        return {"distill": Match(self.tau)}
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Opsd:
@@ -60,7 +63,8 @@ class Opsd(Method):
         return mean([self._distill(a)] for a in batch.attempts)
 
     def _distill(self, attempt: Attempt) -> Term:
-        return distill(attempt, self.teacher_view(attempt), Match(self._options.tau), self._options.temperature)
+        o = self._options
+        return distill(attempt, self.teacher_view(attempt), Match(o.tau), o.temperature, o.at_forks)
 
     def sync(self) -> float:
         """The student's share in the average after a cycle."""

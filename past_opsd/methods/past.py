@@ -14,13 +14,13 @@ does not say which standard deviation normalises the advantage; here it is the s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from past_opsd.core.config import MethodOptions, RolloutSection
+from past_opsd.core.config import DistillingOptions, RolloutSection
 from past_opsd.core.losses import GeneralizedJSD, Imitate, Loss, Match, Reinforce, SampledMatch, SampledStay, Stay, TopK
 from past_opsd.core.nouns import Attempt, Batch, Group, Term, View, group_advantages, mean, scale
 from past_opsd.core.prompts import Prompts
@@ -28,7 +28,7 @@ from past_opsd.core.sampler import Controller, ControllerOptions, Round, adaptiv
 from past_opsd.methods import Method, distill
 
 
-class Options(MethodOptions):
+class Options(DistillingOptions):
     """PAST, with the paper's ablations as options."""
 
     former = ("epsilon",)
@@ -85,6 +85,20 @@ class Options(MethodOptions):
 
     def small(self, most: int) -> Self:
         return self.model_copy(update={"group_max": min(self.group_max, most)})
+
+    def losses(self) -> dict[str, Loss]:
+        ends = {"correct": self.tau if self.clip_correct else math.inf, "distill": self.tau}
+        kinds: dict[str, Callable[[float], Loss]] = {
+            "kl": Match,
+            "kl_ce": Match,
+            "jsd": lambda tau: GeneralizedJSD(self.jsd_beta, tau),
+            "top_k": lambda tau: TopK(self.top_k, self.top_k_tail, tau),
+            "sampled_token": lambda tau: SampledToken(),
+        }
+        matched = {name: kinds[self.objective](tau) for name, tau in ends.items()}
+        ce = {f"{name}/ce": Imitate() for name in ends} if self.objective == "kl_ce" else {}
+        stay = Stay(self.tau if self.clip_failed else math.inf)
+        return matched | ce | {"stay": stay, "reinforce": Reinforce(0.0)}
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Past:
@@ -183,7 +197,8 @@ class Past(Method):
 
     def _distill(self, attempt: Attempt) -> list[Term]:
         loss = self._matching(self._o.tau, SampledStay())
-        return self._with_ce(distill(attempt, self.teacher_view(attempt), loss, self._o.temperature))
+        term = distill(attempt, self.teacher_view(attempt), loss, self._o.temperature, self._o.at_forks)
+        return self._with_ce(term)
 
     def _with_ce(self, term: Term) -> list[Term]:
         """The term, and in the ablation "KL + CE" the scaled cross-entropy of its tokens."""

@@ -19,8 +19,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from past_opsd.core.config import MethodOptions, RolloutSection, Sampling
-from past_opsd.core.losses import Imitate, MixedTopK, Stay
+from past_opsd.core.config import DistillingOptions, MethodOptions, RolloutSection, Sampling
+from past_opsd.core.losses import Imitate, Loss, MixedTopK, Stay
 from past_opsd.core.nouns import Attempt, Batch, Group, PastError, Term, Tokens, View, Work, derive_seed, mean
 from past_opsd.core.prompts import Prompts
 from past_opsd.methods import Method, Tools, distill
@@ -33,7 +33,7 @@ class Phase1Sampling(Sampling):
     max_new_tokens: int = Field(default=16384, ge=1, description="longer responses are cut and count as failures")
 
 
-class Options(MethodOptions):
+class Options(DistillingOptions):
     """SD-Zero."""
 
     phase1_problems: int = Field(default=1088, ge=0, description="training problems of phase 1; 0 leaves phase 1 out")
@@ -84,6 +84,9 @@ class Options(MethodOptions):
         """Instructions are words of a vocabulary, lengths those of a task."""
         words = ("separator", "instruction_failed", "instruction_correct", "phase1_problems", "phase1_sampling")
         return self.model_copy(update={key: getattr(there, key) for key in words})
+
+    def losses(self) -> dict[str, Loss]:
+        return {"distill": MixedTopK(self.top_k) if self.divergence == "released" else Stay()}
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> SdZero:
@@ -243,7 +246,7 @@ class SdZero(Method):
 
     def _distill(self, attempt: Attempt) -> Term:
         loss = Stay() if self._o.divergence == "reverse" else MixedTopK(self._o.top_k)
-        return distill(attempt, self.teacher_view(attempt), loss, self._o.temperature)
+        return distill(attempt, self.teacher_view(attempt), loss, self._o.temperature, self._o.at_forks)
 
     def end_cycle(self, groups: Sequence[Group]) -> None:
         self._cycles += 1

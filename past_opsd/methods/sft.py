@@ -9,7 +9,7 @@ sampled and nothing is verified in training.
 from __future__ import annotations
 
 from past_opsd.core.config import MethodOptions, RolloutSection
-from past_opsd.core.losses import Imitate
+from past_opsd.core.losses import Imitate, Loss
 from past_opsd.core.nouns import Batch, PastError, Problem, Term, View, mean
 from past_opsd.core.prompts import Prompts
 from past_opsd.methods import Method
@@ -17,6 +17,9 @@ from past_opsd.methods import Method
 
 class Options(MethodOptions):
     """Supervised fine-tuning on the reference solutions."""
+
+    def losses(self) -> dict[str, Loss]:
+        return {"imitate": Imitate()}
 
 
 def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Sft:

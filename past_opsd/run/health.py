@@ -48,6 +48,70 @@ def entropy_health(lines: Sequence[dict[str, float]]) -> list[str]:
     return found
 
 
+FORKS_FROM = 20
+"""Cycles of a run before its forks are judged; what changed is the last fifth beside the first."""
+FORKS_SHARE = 0.5
+"""Of the teacher's change, on a fifth of the positions: two and a half times what falls there by chance."""
+SHORTER, CLOSED, ERRORS = 0.85, 0.5, 2.0
+"""What is left of the length, of the forks' rate or entropy; standard errors by which the success fell."""
+
+
+def fork_health(lines: Sequence[Mapping[str, float]]) -> list[str]:
+    """The pattern of privileged distillation that closes forks (arXiv 2607.05184), term by term of the student.
+
+    Most of the change lands where the student is least decided, and two of three follow: responses get shorter, forks
+    close (their rate or their entropy halves), fewer responses are right.
+    """
+    if len(lines) < FORKS_FROM:
+        return []
+    terms = [key.removesuffix("/fork_share") for key in lines[-1] if key.endswith("/fork_share")]
+    lengths, success = _ends(lines, "rollout/mean_length"), _ends(lines, "rollout/success")
+    found: list[str] = []
+    for term in (name for name in terms if name.startswith("student/")):
+        shares = [line[f"{term}/fork_share"] for line in lines if f"{term}/fork_share" in line]
+        share = sum(shares) / len(shares)
+        signs = [
+            *_fell("responses got shorter", lengths, SHORTER),
+            *(
+                _fell("there are fewer forks", _ends(lines, f"{term}/fork_rate"), CLOSED)
+                or _fell("forks are less open", _ends(lines, f"{term}/fork_entropy"), CLOSED)
+            ),
+            *(["fewer responses are right"] if success and _lower(*success) else []),
+        ]
+        if share >= FORKS_SHARE and len(signs) >= 2:
+            found.append(
+                f"the teacher's change lands on forks ({100 * share:.0f} % of the KL of {term} on the fifth of the "
+                f"positions where the student is least decided) while {' and '.join(signs)}: distillation closes them; "
+                "set method.forks = 'down-weight' or 'mask', or withhold less from the student"
+            )
+    return found
+
+
+def _ends(lines: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]] | None:
+    """A number's values in the first and the last fifth of the cycles that have it."""
+    values = [line[key] for line in lines if key in line]
+    fifth = len(values) // 5
+    return (values[:fifth], values[-fifth:]) if fifth else None
+
+
+def _fell(words: str, ends: tuple[list[float], list[float]] | None, left: float) -> list[str]:
+    """The words, where at most `left` of the first mean is left in the last."""
+    if ends is None:
+        return []
+    before, after = (sum(part) / len(part) for part in ends)
+    return [words] if after <= left * before and before > 0 else []
+
+
+def _lower(first: Sequence[float], last: Sequence[float]) -> bool:
+    """Whether the later mean is lower by more than chance between cycles."""
+    means = [sum(part) / len(part) for part in (first, last)]
+    spread = sum(
+        sum((value - m) ** 2 for value in part) / max(1, len(part) - 1) / len(part)
+        for part, m in zip((first, last), means, strict=True)
+    )
+    return means[1] < means[0] - ERRORS * spread**0.5
+
+
 def alarms(metrics: Mapping[str, float]) -> list[str]:
     """What is wrong with one cycle, and what to change; numbers stand in brackets."""
     found: list[str] = []
@@ -68,6 +132,9 @@ def alarms(metrics: Mapping[str, float]) -> list[str]:
             "more than half of the responses are empty: look at the prompt and its end with 'past inspect', and at the "
             "model's end-of-sequence tokens"
         )
+    for role in ("student", "teacher"):
+        if count := metrics.get(f"{role}/nonfinite", 0):
+            found.append(f"numbers of the {role}'s log are not finite ({count:.0f}): its two views exclude each other")
     if metrics.get("rollout/dropped", 0) > 0:
         found.append("examples were dropped because they do not fit the context: raise model.max_context")
     for phase in ("teacher", "student"):
@@ -167,15 +234,15 @@ class Watcher:
     """Warns of a run as it goes, of each thing once; the count at the end tells how often it was so."""
 
     def __init__(self, before: Sequence[Mapping[str, float]]):
-        self._lines = list(before)[-STREAK:]
+        self._lines = list(before)
         self._told: set[str] = set()
 
     def see(self, metrics: Mapping[str, float]) -> list[str]:
         """What the newest cycle shows for the first time."""
-        self._lines = [*self._lines, metrics][-STREAK:]
-        found = alarms(metrics)
-        if len(self._lines) == STREAK:
-            found += droughts(self._lines)
+        self._lines.append(metrics)
+        found = alarms(metrics) + fork_health(self._lines)
+        if len(self._lines) >= STREAK:
+            found += droughts(self._lines[-STREAK:])
         new = [text for text in found if kind(text) not in self._told]
         self._told |= set(map(kind, new))
         return new

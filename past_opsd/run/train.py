@@ -30,7 +30,7 @@ from past_opsd.rollout.verifiers import Verifier
 from past_opsd.run import checkpoint, evaluate, ledger, phase1
 from past_opsd.run.evaluate import evaluation_steps
 from past_opsd.run.folder import RunFolder
-from past_opsd.run.health import Watcher, counted, droughts, entropy_health, evaluation_alarms, health
+from past_opsd.run.health import Watcher, counted, droughts, entropy_health, evaluation_alarms, fork_health, health
 from past_opsd.run.ledger import Ledger
 from past_opsd.run.loop import Cycle, Loop
 from past_opsd.run.profiling import Clock, Profile
@@ -312,7 +312,8 @@ def outcome(recipe: Recipe, run: RunFolder, completed: int) -> Outcome:
     """What the folder of a run shows."""
     evaluations, lines = run.read_evaluations(), run.read_metrics()
     warnings = counted(lines, "cycles") + droughts(lines)
-    warnings += health(evaluations, recipe.evaluation.pass_k) + entropy_health(lines) + ledger.warnings(run)
+    warnings += health(evaluations, recipe.evaluation.pass_k) + entropy_health(lines) + fork_health(lines)
+    warnings += ledger.warnings(run)
     if evaluations:
         warnings += evaluation_alarms(evaluations[max(evaluations)])
     return Outcome(run.path, completed, recipe.run.cycles, evaluations, warnings)

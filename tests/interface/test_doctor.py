@@ -1,17 +1,28 @@
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from past_opsd.core import config
+from past_opsd.core.losses import Divergence, Match, Reinforce, Stay
+from past_opsd.core.nouns import Problem, Verdict, View, derive_seed
 from past_opsd.core.prompts import Prompts
-from past_opsd.interface import doctor
+from past_opsd.interface import checks, doctor, exact
 from past_opsd.interface.cli import main
+from past_opsd.methods import past
 from past_opsd.methods.past import Past
 from past_opsd.policy import fused
 from past_opsd.policy.pretrained import load_tokenizer
+from past_opsd.rollout.engines import _draw
+from past_opsd.run import evaluate
+from past_opsd.run.train import Session
 
 
 def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -49,7 +60,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_offline")
 def test_dry_needs_no_weights_and_says_what_it_could_not_check(capsys):
-    code, out = lines(capsys, "paper/past", "--dry", "--repeats", "3")
+    code, out = lines(capsys, "paper/past", "--dry", "--repeats", "1")
     assert code == 0, out
     assert out.count("not checked") == 2
     assert "fused in bfloat16 against float32 autograd, at most 0.01" in out
@@ -62,21 +73,161 @@ def test_dry_needs_no_weights_and_says_what_it_could_not_check(capsys):
 @pytest.mark.usefixtures("_offline")
 def test_advice_where_it_will_not_fit(capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor.estimate, "available", lambda device: 4 << 30)
+    monkeypatch.setattr(doctor, "dry", lambda recipe, repeats, watch: [])
     _, out = lines(capsys, "paper/past", "--dry", "--repeats", "1")
     assert "will NOT fit" in out
     assert "learner.token_budget" in out
 
 
-@pytest.fixture
-def perturbed(small_recipe):
+@pytest.fixture(scope="module")
+def perturbed() -> Iterator[Session]:
+    torch.set_num_threads(1)
     with doctor.session(doctor.small(config.load("embedded/past"))) as parts:
         doctor.perturb(parts)
         yield parts
 
 
-def test_an_outcome_in_the_teachers_prompt_is_found(perturbed, monkeypatch: pytest.MonkeyPatch):
-    problem = perturbed.loop.problems[0]
-    assert doctor._outcome_is_hidden(perturbed, problem)
+@pytest.fixture
+def pair(perturbed: Session) -> tuple[Problem, Problem]:
+    first, second = checks.choose(perturbed.loop.problems, 2)
+    return first, second
+
+
+def numeric(parts: Session) -> list[int]:
+    """Repeats of the loss and of the gradient that passed, of one."""
+    head = parts.model.head
+    size = exact.Size(head.shape[1], head.shape[0], head.dtype, head.device)
+    return [row.passed for row in checks.numerics(parts, size, 1, checks.Watch())]
+
+
+THINKS = "{%- if enable_thinking -%}{{- '=' -}}{%- endif -%}"
+
+
+@pytest.mark.parametrize("ignoring", [False, True])
+def test_a_template_that_ignores_the_thinking_mode_is_found(ignoring: bool):
+    recipe = config.load(
+        "embedded/past",
+        [f"prompts.{role}_kwargs={{enable_thinking={value}}}" for role, value in MODES.items()],
+    )
+    tokenizer = load_tokenizer(recipe.model)
+    if not ignoring:
+        tokenizer.chat_template += THINKS
+    row = checks.prompt_modes(recipe, tokenizer, [checks.placeholder(i) for i in range(2)], checks.Watch())
+    assert row.passed == (0 if ignoring else 2), row.note
+    assert ("ignores enable_thinking = false of prompts.student_kwargs" in row.note) is ignoring
+
+
+MODES = {"student": "false", "teacher": "true", "evaluation": "true"}
+
+
+def evaluated(parts: Session, *overrides: str) -> checks.Row:
+    recipe = config.load("embedded/past", list(overrides))
+    return checks.evaluation_protocol(parts, recipe, 1, checks.Watch(), 4)
+
+
+def test_the_evaluation_is_the_one_that_the_recipe_states(perturbed: Session):
+    for settings in ([], ["evaluation.sampling.temperature=0.7", "evaluation.sampling.top_k=3", "run.seed=29"]):
+        row = evaluated(perturbed, *settings)
+        assert row.passed == len(row.observed) == 3, row.note
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"sampling": {"temperature": 0.3}}, "temperature = 0.3, and the recipe states 1"),
+        ({"sampling": {"top_k": 2}}, "top_k = 2, and the recipe states 0"),
+        ({"sampling": {"max_new_tokens": 3}}, "max_new_tokens = 3"),
+        ({"samples": 3, "pass_k": [1]}, "draws 3 responses of the student to its evaluation prompt, not 12"),
+    ],
+)
+def test_an_evaluation_that_does_something_else_is_found(
+    perturbed: Session, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], said: str
+):
+    real = evaluate.evaluate
+
+    def other(lab, prompts, task, section, **rest):
+        inner = {"sampling": section.sampling.model_copy(update=change["sampling"])} if "sampling" in change else change
+        return real(lab, prompts, task, section.model_copy(update=inner), **rest)
+
+    monkeypatch.setattr(evaluate, "evaluate", other)
+    row = evaluated(perturbed)
+    assert row.passed == 0
+    assert said in row.note
+
+
+def test_an_engine_that_samples_at_another_temperature_is_found(perturbed: Session, monkeypatch: pytest.MonkeyPatch):
+    real = _draw.choose
+
+    def colder(logits, uniforms, sampling):
+        return real(logits, uniforms, sampling.model_copy(update={"temperature": 0.3}))
+
+    monkeypatch.setattr(_draw, "choose", colder)
+    row = evaluated(perturbed)
+    assert row.passed == 0
+    assert "samples from another distribution" in row.note
+
+
+def test_draws_of_other_seeds_and_a_truncated_response_that_counts_are_found(
+    perturbed: Session, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(evaluate, "derive_seed", lambda *parts: derive_seed(*parts, "again"))
+    generous = [Verdict(True, "correct")]
+    monkeypatch.setattr(type(perturbed.loop.lab.verifier), "verify", lambda self, items: generous * len(items))
+    row = evaluated(perturbed)
+    assert row.passed == 0
+    assert "are not those of its seeds" in row.note
+    assert "cut at the token limit counts as right" in row.note
+
+
+def test_held_out_problems_that_are_trained_on_or_do_not_fit_are_found(perturbed: Session):
+    leaking = replace(perturbed, loop=replace(perturbed.loop, problems=perturbed.task.evaluation()["chain3"]))
+    row = evaluated(leaking)
+    assert (row.passed, len(row.observed)) == (2, 3)
+    assert "is also trained on" in row.note
+    assert "do not fit the context of 256" in evaluated(perturbed, "evaluation.sampling.max_new_tokens=250").note
+
+
+def test_recipes_of_the_paper_evaluate_as_the_paper_does():
+    for name in config.shipped():
+        if name.startswith(checks.PAPER):
+            assert checks.paper_differences(config.load(name)) == [], name
+    changes = ["evaluation.samples=3", "evaluation.pass_k=[1]", "evaluation.sampling.temperature=0.3"]
+    said = "; ".join(checks.paper_differences(config.load("paper/past", changes)))
+    assert "evaluation.samples: 3, the paper has 12" in said
+    assert "temperature: 0.3, the paper has 1.0" in said
+
+
+def test_a_row_that_tells_its_answer_is_found(perturbed: Session, pair, monkeypatch: pytest.MonkeyPatch):
+    first, second = pair
+    recipe = config.load("embedded/past")
+    assert checks.training_protocol(perturbed, recipe, [first, second], checks.Watch()).passed == 2
+    leaky = replace(first, text=first.text + f"\\boxed{{{first.answer}}}")
+    row = checks.training_protocol(perturbed, recipe, [leaky, second], checks.Watch())
+    assert row.passed == 1
+    assert f"problem {first.id}: the text of the problem tells its answer" in row.note
+    real = Prompts.student
+    monkeypatch.setattr(Prompts, "student", lambda self, p: real(self, p) + self.encode(p.solution))
+    row = checks.training_protocol(perturbed, recipe, [first, second], checks.Watch())
+    assert row.passed == 0
+    assert "holds the reference solution" in row.note
+    monkeypatch.setattr(Prompts, "student", real)
+    monkeypatch.setattr(
+        Past, "teacher_view", lambda self, attempt: View("teacher", real(self._prompts, attempt.problem))
+    )
+    row = checks.training_protocol(perturbed, recipe, [first, second], checks.Watch())
+    assert "does not hold the student's response" in row.note
+
+
+@pytest.mark.parametrize(
+    ("text", "tells"),
+    [("What is 6 * 7?", False), ("... The answer is 42.", True), ("Answer: $42$", True), ("the answer is 421", False)],
+)
+def test_what_tells_an_answer(text: str, tells: bool):
+    assert checks.told(Problem("p", text, "", "42"), text) is tells
+
+
+def test_an_outcome_in_the_teachers_prompt_is_found(perturbed: Session, pair, monkeypatch: pytest.MonkeyPatch):
+    assert checks.outcome_is_hidden(perturbed, *pair)
     real = Past.teacher_view
 
     def leaking(self, attempt):
@@ -84,37 +235,123 @@ def test_an_outcome_in_the_teachers_prompt_is_found(perturbed, monkeypatch: pyte
         return type(view)(view.adapter, (*view.prompt, int(attempt.verdict.correct)))
 
     monkeypatch.setattr(Past, "teacher_view", leaking)
-    assert not doctor._outcome_is_hidden(perturbed, problem)
+    assert not checks.outcome_is_hidden(perturbed, *pair)
 
 
-def test_a_misaligned_view_is_found(perturbed, monkeypatch: pytest.MonkeyPatch):
-    problem = perturbed.loop.problems[0]
-    assert doctor._equal_contexts(perturbed, problem)
-    real = doctor._match
-    monkeypatch.setattr(doctor, "_match", lambda a, view: real(a, type(view)(view.adapter, view.prompt[1:])))
-    assert not doctor._equal_contexts(perturbed, problem)
+def test_a_misaligned_view_is_found(perturbed: Session, pair, monkeypatch: pytest.MonkeyPatch):
+    assert checks.equal_contexts(perturbed, *pair)
+    real = checks.match
+    monkeypatch.setattr(checks, "match", lambda a, view: real(a, type(view)(view.adapter, view.prompt[1:])))
+    assert not checks.equal_contexts(perturbed, *pair)
 
 
-def test_a_wrong_gradient_is_found(perturbed, monkeypatch: pytest.MonkeyPatch):
-    assert [row.passed for row in doctor.numerics(perturbed, 2, doctor.Watch())] == [2, 2]
+OBJECTIVES = ["embedded/past", "embedded/jsd", "embedded/kl_ce", "embedded/forks_mask", "embedded/clip_failed"]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_recipes_own_objective_is_its_definition(perturbed: Session, pair, name: str):
+    """Its tau, temperature, weights and forks, in the gradient of both phases."""
+    recipe = doctor.small(config.load(name, ["method.temperature=1.2", "rollout.teacher.temperature=0.8"]))
+    method = config.plugin("method", "past").build(recipe.method, perturbed.loop.prompts, recipe.rollout)
+    parts = replace(perturbed, recipe=recipe, loop=replace(perturbed.loop, method=method))
+    assert numeric(parts) == [1, 1]
+    assert all(holds(parts, *pair) for holds in (checks.as_stated, checks.rewards_success))
+
+
+def unclipped(self: Match, *args: Any) -> Any:
+    return Divergence.add_gradient(replace(self, tau=math.inf), *args)
+
+
+def turned(self: Reinforce, live: Any, frozen: Any) -> Any:
+    value, slope = Reinforce.__dict__["_real"](self, live, frozen)
+    return value, -slope
+
+
+FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "an unclipped loss": (Match, "add_gradient", unclipped),
+    "a failed-path KL the other way": (Stay, "entries", Match.entries),
+    "a policy gradient with its sign turned": (Reinforce, "slope", turned),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_loss_is_found(perturbed: Session, monkeypatch: pytest.MonkeyPatch, fault: str):
+    owner, name, planted = FAULTS[fault]
+    monkeypatch.setattr(Reinforce, "_real", Reinforce.slope, raising=False)
+    monkeypatch.setattr(owner, name, planted)
+    loss, gradient = numeric(perturbed)
+    assert gradient == 0 or loss == 0
+
+
+def test_a_policy_gradient_that_punishes_success_is_found(perturbed: Session, pair, monkeypatch: pytest.MonkeyPatch):
+    assert checks.rewards_success(perturbed, *pair)
+    real = past.group_advantages
+    monkeypatch.setattr(past, "group_advantages", lambda outcomes, eps: [-a for a in real(outcomes, eps)])
+    assert not checks.rewards_success(perturbed, *pair)
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"),
+    [
+        ("_matching", lambda self, tau: Match()),
+        ("_stay", lambda self, c, group: replace(Past.__dict__["_real"](self, c, group), loss=Match())),
+    ],
+)
+def test_a_method_whose_terms_are_not_the_stated_ones_is_found(
+    perturbed: Session, pair, monkeypatch: pytest.MonkeyPatch, name: str, planted: Callable[..., Any]
+):
+    assert checks.as_stated(perturbed, *pair)
+    monkeypatch.setattr(Past, "_real", Past._stay, raising=False)
+    monkeypatch.setattr(Past, name, planted)
+    assert not checks.as_stated(perturbed, *pair)
+
+
+def test_a_nan_in_the_logits_is_found(perturbed: Session, monkeypatch: pytest.MonkeyPatch):
+    real = fused._matmul
+
+    def planted(hidden, head, out):
+        real(hidden, head, out)
+        out[0, 0] = math.nan
+
+    monkeypatch.setattr(fused, "_matmul", planted)
+    assert numeric(perturbed) == [0, 0]
+
+
+def test_a_wrong_gradient_and_a_wrong_temperature_are_found(perturbed: Session, monkeypatch: pytest.MonkeyPatch):
+    assert numeric(perturbed) == [1, 1]
     real = fused.run
 
     def wrong(implementation, *args, **kwargs):
         result = real(implementation, *args, **kwargs)
-        if implementation == "fused":
-            result.grad[::2] *= -1
+        result.grad[::2] *= -1
         return result
 
     monkeypatch.setattr(fused, "run", wrong)
-    loss, gradient = doctor.numerics(perturbed, 2, doctor.Watch())
-    assert (loss.passed, gradient.passed) == (2, 0)
+    assert numeric(perturbed) == [1, 0]
+    monkeypatch.setattr(fused, "run", lambda *args, **kwargs: real(*args, **kwargs | {"temperature": 1.3}))
+    assert numeric(perturbed) == [0, 0]
+
+
+def test_a_resume_that_loses_its_streams_and_an_implementation_that_trains_otherwise_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    real = fused.run
+
+    def turned_around(implementation, *args, **kwargs):
+        result = real(implementation, *args, **kwargs)
+        if implementation == "fused":
+            result.grad.neg_()
+        return result
+
+    monkeypatch.setattr(fused, "run", turned_around)
+    monkeypatch.setattr("past_opsd.run.checkpoint.restore_rng", lambda state: None)
+    ended, resumed = doctor.runs(config.load("embedded/past"), 1, checks.Watch())
+    assert (ended.name, ended.passed) == ("End-to-end paired difference", 0)
+    assert (resumed.name, resumed.passed) == ("Resume and RNG recovery", 0)
 
 
 @pytest.mark.slow
 def test_a_resume_that_is_not_exact_is_found(monkeypatch: pytest.MonkeyPatch):
-    recipe = config.load("embedded/past")
-    row = doctor.runs(recipe, 1, doctor.Watch())[2]
-    assert (row.name, row.passed) == ("Resume and RNG recovery", 1)
     real = doctor.checkpoint.restore
 
     def inexact(path, model, learner, state):
@@ -123,7 +360,8 @@ def test_a_resume_that_is_not_exact_is_found(monkeypatch: pytest.MonkeyPatch):
         return state
 
     monkeypatch.setattr("past_opsd.run.checkpoint.restore", inexact)
-    assert doctor.runs(recipe, 1, doctor.Watch())[2].passed == 0
+    ended, resumed = doctor.runs(config.load("embedded/past"), 1, checks.Watch())
+    assert (ended.passed, resumed.passed) == (1, 0)
 
 
 def test_a_large_model_on_a_cpu_is_checked_on_less(monkeypatch: pytest.MonkeyPatch):
@@ -134,7 +372,7 @@ def test_a_large_model_on_a_cpu_is_checked_on_less(monkeypatch: pytest.MonkeyPat
 
 
 def test_it_says_what_it_is_doing(capsys):
-    assert list(doctor.Watch().each("Some check", range(3))) == [0, 1, 2]
+    assert list(checks.Watch().each("Some check", range(3))) == [0, 1, 2]
     assert "checked: Some check (3 in" in capsys.readouterr().err
 
 
@@ -199,10 +437,10 @@ def test_every_method_of_the_paper_has_a_copy_that_can_be_built(method: str):
     assert copy.method.name == recipe.method.name
     prompts = Prompts(load_tokenizer(copy.model), copy.prompts)
     made = config.plugin("method", copy.method.name).build(copy.method, prompts, copy.rollout)
-    assert made.room(doctor._placeholder(1)) < 256
+    assert made.room(checks.placeholder(1)) < 256
 
 
 def test_the_table_for_a_method_with_a_phase_before_the_first_cycle(capsys):
     recipe = doctor.embedded_copy(config.load("paper/sd_zero"))
     assert recipe.method.revise_correct, "what the method does is the recipe's own"
-    assert [row.passed for row in doctor.runs(recipe, 1, doctor.Watch())] == [1, 1, 1]
+    assert [row.passed for row in doctor.runs(recipe, 1, checks.Watch())] == [1, 1]

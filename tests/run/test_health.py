@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from conftest import Quiet
 
-from past_opsd.analysis.report import data
+from past_opsd.analysis.report import data, figures
 from past_opsd.interface import doctor
 from past_opsd.rollout.engines.torch import TorchEngine
 from past_opsd.run.evaluate import Evaluation, TaskResult
-from past_opsd.run.health import STREAK, Watcher, alarms, droughts, entropy_health, health
+from past_opsd.run.folder import RunFolder
+from past_opsd.run.health import STREAK, Watcher, alarms, droughts, entropy_health, fork_health, health
 from past_opsd.run.train import Outcome, train
 
 RAISES = ("verifier.name='function'", "verifier.path='json:loads'")  # json.loads(response, problem) is a TypeError
@@ -122,3 +123,64 @@ def test_a_collapse_of_entropy_is_told():
     assert "collapsed" in entropy_health(lines)[0]
     assert entropy_health([{"cycle": k, "student/distill/entropy": 1.0} for k in range(20)]) == []
     assert entropy_health([]) == []
+
+
+def forking(
+    cycles: int, share: float = 0.8, length: float = 1.0, rate: float = 1.0, success: float = 0.0
+) -> list[dict[str, float]]:
+    """Cycles over which the length and the rate of forks go to these parts of themselves, the success by so much."""
+    return [
+        {
+            "cycle": k,
+            "student/distill/fork_share": share,
+            "student/distill/fork_rate": 0.2 * (1 + (rate - 1) * k / (cycles - 1)),
+            "student/distill/fork_entropy": 1.0,
+            "rollout/mean_length": 900 * (1 + (length - 1) * k / (cycles - 1)),
+            "rollout/success": 0.5 + success * k / (cycles - 1) + (0.02 if k % 2 else -0.02),
+        }
+        for k in range(cycles)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "signs"),
+    [
+        (forking(40), []),
+        (forking(40, rate=0.3), []),  # a student that learns decides: on its own that is no harm
+        (forking(40, length=0.6, rate=0.3), ["shorter", "fewer forks"]),
+        (forking(40, length=0.6, success=-0.3), ["shorter", "fewer responses are right"]),
+        (forking(40, share=0.3, length=0.6, rate=0.3, success=-0.3), []),
+        (forking(40, rate=0.3, success=0.3), []),
+        (forking(12, length=0.3, rate=0.1, success=-0.4), []),
+    ],
+)
+def test_the_pattern_of_closing_forks(lines: list[dict[str, float]], signs: list[str]):
+    found = fork_health(lines)
+    assert bool(found) is bool(signs)
+    for sign in signs:
+        assert sign in found[0]
+        assert "method.forks = 'down-weight'" in found[0]
+
+
+def test_closing_forks_are_told_once_while_a_run_goes():
+    watcher = Watcher([])
+    told = [text for line in forking(60, length=0.4, rate=0.2) for text in watcher.see(line)]
+    assert len(told) == 1
+    assert "(80 % of the KL of student/distill" in told[0]
+
+
+def test_a_real_run_logs_its_forks_and_the_report_shows_them(tmp_path: Path, small_recipe, monkeypatch):
+    """A run's own records have the pattern's numbers; with those of the study in their place the run is warned."""
+    tiny(small_recipe, tmp_path / "run", "embedded/opsd")
+    run = data.load(tmp_path / "run")
+    first = run.metrics[0]
+    assert 0.2 < first["student/distill/fork_share"] <= 1
+    assert first["student/distill/fork_kl"] > first["student/distill/rest_kl"]
+    assert 0 < first["student/distill/fork_count"] < first["rollout/mean_length"]
+    assert (first["student/nonfinite"], run.warnings.count("forks")) == (0, 0)
+    figure = next(figure for figure in figures.figures([run]) if figure.name == "forks")
+    assert [panel.title for panel in figure.panels][:2] == ["Change that lands on forks", "KL at forks"]
+    # The same records, had every cycle gone on as the study describes.
+    worse = [dict(first) | line for line in forking(40, length=0.5, rate=0.2)]
+    monkeypatch.setattr(RunFolder, "read_metrics", lambda self: worse)
+    assert any("the teacher's change lands on forks" in warning for warning in data.load(tmp_path / "run").warnings)

@@ -92,16 +92,17 @@ def test_a_kill_before_the_first_cycle_costs_a_batch_and_changes_no_bit(
         assert fingerprint(folder) == fingerprint(tmp_path / "unbroken")
 
 
-def test_seconds_before_the_first_cycle_are_in_the_first_line(tmp_path: Path, small_recipe):
+def test_seconds_before_the_first_cycle_have_a_line_of_their_own(tmp_path: Path, small_recipe):
     recipe = small_recipe("embedded/h2sd", *SETTINGS)
-    train(recipe, tmp_path / "hints", False, Quiet(), stop=lambda: True)
     run = RunFolder(tmp_path / "hints")
-    assert run.read_timings() == []  # it stopped at boundary 0
-    train(recipe, run.path, True, Quiet())
-    first, second = run.read_timings()
-    assert first["phase1"] == pytest.approx(phase1.seconds(run)["phase1"], abs=1e-4)
-    assert first["phase1"] > 0
-    assert "phase1" not in second
+    train(recipe, run.path, False, Quiet(), stop=lambda: True)  # at boundary 0
+    for _ in range(2):
+        first, *rest = run.read_timings()
+        assert first["cycle"] == -1
+        assert 0 < first["prepare"] == pytest.approx(phase1.seconds(run)["prepare"], abs=1e-4)
+        assert not any("prepare" in line for line in rest)
+        train(recipe, run.path, True, Quiet())
+    assert [line["cycle"] for line in rest] == list(range(recipe.run.cycles))
     train(small_recipe("embedded/past", *SETTINGS), tmp_path / "none", False, Quiet())
     assert not (tmp_path / "none" / "phase1").exists()
     assert phase1.seconds(RunFolder(tmp_path / "none")) == {}

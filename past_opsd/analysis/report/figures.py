@@ -40,5 +40,6 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
         cost.accounting,
         cycle.method,
         learning.health,
+        teaching.forks,
     )
     return [figure for maker in makers if (figure := maker(methods)) is not None]

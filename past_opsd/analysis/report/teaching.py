@@ -55,6 +55,44 @@ SKIPPED = (
     Quantity("Groups without a success", "share"),
     "Failed trajectories left out because no continuation of theirs succeeded.",
 )
+FORKS = (
+    (
+        "student/distill/fork_share",
+        "Change that lands on forks",
+        Quantity("Of all KL", "share"),
+        "Part of the distillation KL on the fifth of each response where the student is least decided; 20 % by chance.",
+    ),
+    (
+        "student/distill/fork_kl",
+        "KL at forks",
+        Quantity("KL (nats)"),
+        "Between teacher and student on that fifth of the positions.",
+    ),
+    (
+        "student/distill/rest_kl",
+        "KL elsewhere",
+        Quantity("KL (nats)"),
+        "On the other positions.",
+    ),
+    (
+        "student/distill/fork_entropy",
+        "Entropy at forks",
+        Quantity("Entropy (nats)"),
+        "Of the student, on that fifth of the positions.",
+    ),
+    (
+        "student/distill/fork_count",
+        "Forks in a response",
+        Quantity("Positions"),
+        "Positions at which the student's entropy is at least 0.5 nats, a choice of four to one.",
+    ),
+    (
+        "rollout/mean_length",
+        "Length of sampled responses",
+        Quantity("Mean length (tokens)"),
+        "Of the responses that the student is trained on.",
+    ),
+)
 Traced = tuple[str, str, Quantity, str]
 
 CONDITIONS = {"matching": "matching", "removed": "removed", "shuffled": "shuffled"}
@@ -195,6 +233,17 @@ def privilege(methods: Sequence[Method]) -> Figure | None:
     if not any(run.shifts for m in methods for run in m.runs.values()):
         caption += " How much of the teacher's change can reach the student is measured by 'past shift RUN'."
     return _figure("privilege-dynamics", "Privilege and optimisation over cycles", caption, panels, "privilege")
+
+
+def forks(methods: Sequence[Method]) -> Figure | None:
+    """Where distillation changes the student: at the positions it is least decided, or elsewhere."""
+    distilled = [m for m in methods if data.trace(m, "student/distill/fork_share")]
+    panels = _traced(methods, "forks", FORKS, distilled)
+    caption = (
+        "A privileged teacher that closes a thinking student's forks can cost it long responses: most of the change on "
+        "forks, and then fewer of them and shorter responses."
+    )
+    return Figure("forks", "", "Forks", caption, panels, "health") if panels else None
 
 
 def _figure(name: str, title: str, caption: str, panels: list[Panel], section: str) -> Figure | None:
