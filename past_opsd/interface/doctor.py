@@ -25,11 +25,12 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from past_opsd.core import arguments, config, life
+from past_opsd.core import config, life
 from past_opsd.core.config import MethodOptions, Recipe
 from past_opsd.core.losses import Match
 from past_opsd.core.nouns import Attempt, PastError, Problem, Response, Term, Tokens, Verdict, View, derive_seed
 from past_opsd.core.prompts import OPTIONAL, Prompts
+from past_opsd.interface import arguments
 from past_opsd.learner import Learner
 from past_opsd.methods import distill
 from past_opsd.policy import estimate, fused
