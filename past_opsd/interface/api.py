@@ -375,12 +375,9 @@ def _shown(
     with ExitStack() as stack:
         trackers = open_trackers(list(track), folder, recipe)
         if display is True:
-            from rich.console import Console
+            from past_opsd.interface.ui import TrainDisplay, screen
 
-            from past_opsd.interface.ui import TrainDisplay
-
-            plain = Console(force_jupyter=False)
-            shown = stack.enter_context(TrainDisplay(plain, recipe.name, recipe.run.cycles))
+            shown = stack.enter_context(TrainDisplay(screen(), recipe.name, recipe.run.cycles))
         else:
             shown = Silent() if display is False else display
         yield stack.enter_context(Displays(shown, trackers))

@@ -19,6 +19,12 @@ from past_opsd.run.health import evaluation_alarms
 from past_opsd.run.profiling import verdict
 
 
+def screen() -> Console:
+    """The terminal; in a notebook, which is none though it may say so, plain lines."""
+    found = Console()
+    return Console(force_jupyter=False, force_terminal=False, width=120) if found.is_jupyter else found
+
+
 class _Now(ProgressColumn):
     """What the command does at this moment, how far it is and for how long."""
 

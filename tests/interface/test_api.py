@@ -38,7 +38,8 @@ def sums() -> dict[str, list[past.Problem]]:
     return {"train": made[:16], "held_out": made[16:]}
 
 
-OWN = SETTINGS | {"method.name": Plain, "method.strength": 2.0, "verifier.name": ends_right, "task.name": sums}
+OWN = SETTINGS | {"method.name": Plain, "method.strength": 2.0, "task.name": sums}
+OWN |= {"verifier.workers": 0, "verifier.name": ends_right}  # processes of its own would import this file
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +54,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_overrides_are_texts_or_a_dict():
     texts = past.load("embedded/past", ["run.cycles=7", "rollout.student.temperature=0.5"])
-    assert past.load("embedded/past", {"run.cycles": 7, "rollout.student.temperature": 0.5}) == texts
-    tables = {"run": {"cycles": 7}, "rollout": {"student": {"temperature": 0.5}}}
-    assert past.load("embedded/past", tables) == texts
+    dotted = past.load("embedded/past", {"run.cycles": 7, "rollout.student.temperature": 0.5})
+    tables = past.load("embedded/past", {"run": {"cycles": 7}, "rollout": {"student": {"temperature": 0.5}}})
+    assert config.dump(texts) == config.dump(dotted) == config.dump(tables)
+    late = past.load("embedded/past", {"method.temperature": 0.5, "method.name": "opsd"})
+    assert (late.method.name, late.method.temperature) == ("opsd", 0.5)
     assert "embedded/past" in past.recipes()
 
 
@@ -81,7 +84,8 @@ def test_a_mistake_in_the_overrides_is_one_message(overrides, said: str):
 
 def test_a_recipe_file_names_a_class_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "my_methods.py").write_text(
-        "import past_opsd as past\n\nclass Mine(past.Method):\n    class Options(past.MethodOptions):\n        depth: int = 3\n"
+        "import past_opsd as past\n\nclass Mine(past.Method):\n"
+        "    class Options(past.MethodOptions):\n        depth: int = 3\n"
     )
     (tmp_path / "mine.toml").write_text(
         'extends = "embedded/opsd"\nname = "mine"\n[method]\nname = "my_methods:Mine"\ndepth = 5\n'
@@ -90,7 +94,8 @@ def test_a_recipe_file_names_a_class_of_a_module(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(tmp_path)
     recipe = past.load("mine.toml")
     assert (recipe.method.name, recipe.method.depth) == ("my_methods:Mine", 5)
-    assert config.load("mine.toml", imports=False).method.depth == 5
+    (tmp_path / "full.toml").write_text(config.to_toml(recipe))
+    assert config.load("full.toml", imports=False).method.depth == 5
     assert config.is_foreign("my_methods:Mine")
 
 
@@ -102,7 +107,6 @@ def test_what_was_given_is_recorded(folder: Path):
     here = Plain.__module__
     assert (recipe.method.name, recipe.method.strength) == (f"{here}:Plain", 2.0)
     assert (recipe.verifier.name, recipe.verifier.path) == ("function", f"{here}:ends_right")
-    assert recipe.verifier.workers == 0, "no other process finds this file"
     assert (recipe.task.name, recipe.task.path) == ("function", f"{here}:sums")
     assert (folder / "code" / "verifier.py").read_text().startswith("def ends_right(")
     assert (folder / "code" / "method.py").read_text().startswith("class Plain(past.Method):")
@@ -147,7 +151,7 @@ def test_it_goes_on_and_refuses_another_source(folder: Path, tmp_path: Path, mon
     run = past.resume(copy, {"run.cycles": 3}, display=display)
     assert (run.completed, display.phases[-1][0]) == (3, 2)
     monkeypatch.setattr("past_opsd.core.own.source", lambda thing: "class Plain: another text")
-    with pytest.raises(past.PastError, match=r"started with another setup.*code\.method: "):
+    with pytest.raises(past.PastError, match=r"(?s)started with another setup.*code\.method: "):
         past.resume(copy, {"run.cycles": 4}, display=False)
 
 
