@@ -362,9 +362,7 @@ def load(name: str | Path, overrides: Sequence[str] | Mapping[str, Any] = (), *,
 
 def _lay(data: dict[str, Any], sources: dict[str, Source], overrides: Mapping[str, Any], imports: bool) -> None:
     """Python values over a recipe: a dotted key is one setting, as with `--set`; a table is laid over as a file's."""
-    named_first = sorted(
-        overrides.items(), key=lambda item: not str(item[0]).endswith(".name")
-    )  # the rest is laid over
+    named_first = sorted(overrides.items(), key=lambda item: not str(item[0]).endswith(".name"))
     for key, value in named_first:
         path, tree = str(key).split("."), value
         for part in reversed(path):
