@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import pydoc
 import re
 import subprocess
 import sys
@@ -114,13 +116,39 @@ def test_no_module_shadows_the_standard_library():
     assert not [path for path in PACKAGE.rglob("*.py") if path.stem in sys.stdlib_module_names]
 
 
+NAMES = sorted(name for names in past_opsd._PLACES.values() for name in names)
+
+
 def test_the_names_for_scripts_are_there_and_cost_nothing_before_they_are_used():
-    assert sorted(name for names in past_opsd._PLACES.values() for name in names) == past_opsd.__all__
-    assert all(name in past_opsd.__doc__ and getattr(past_opsd, name).__doc__ for name in past_opsd.__all__)
+    assert sorted(name for name in dir(past_opsd) if name != "__version__") == NAMES
+    contents = (past_opsd.__doc__ or "").partition("Recipes\n")[2]
+    assert all(re.search(rf"\b{name}\b", contents) and getattr(past_opsd, name).__doc__ for name in NAMES)
+    for line in re.findall(r"from past_opsd\.(\S+) import (\w+) as (\w+)", (PACKAGE / "__init__.py").read_text()):
+        assert line[1] == line[2]
+        assert line[1] in past_opsd._PLACES[line[0]]
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         past_opsd.nothing  # noqa: B018
-    code = "import sys, past_opsd; past_opsd.load; sys.exit('torch' in sys.modules)"
+    code = "import sys, past_opsd; past_opsd.load; past_opsd.train; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_help_reads_like_a_table_of_contents():
+    page = pydoc.plain(pydoc.render_doc(past_opsd))
+    assert page.count("\n") < 90
+    assert "past.train(recipe" in page
+    assert "Methods defined here" not in page
+
+
+def test_every_function_for_scripts_says_what_it_takes_gives_and_raises():
+    for name in NAMES:
+        function = getattr(past_opsd, name)
+        if function.__module__ != "past_opsd.interface.api" and name != "load":
+            continue
+        text = inspect.getdoc(function) or ""
+        assert "Returns:" in text, name
+        assert "Raises:" in text or name == "recipes", name
+        for argument in inspect.signature(function).parameters:
+            assert re.search(rf"^    {argument}: ", text, re.MULTILINE), (name, argument)
 
 
 def test_the_package_opens_on_a_dozen_entries():

@@ -26,7 +26,7 @@ from past_opsd.core import config
 from past_opsd.core.config import ModelSection, Recipe
 from past_opsd.core.nouns import PastError, Problem, Response
 from past_opsd.core.prompts import Prompts
-from past_opsd.interface import cli
+from past_opsd.interface import arguments, cli
 from past_opsd.policy.model import Model, load_tokenizer
 from past_opsd.policy.pretrained import hardware, load_network, read_config
 from past_opsd.rollout import serve
@@ -390,9 +390,9 @@ def test_figures_are_not_drawn_through_a_link(trapped: Path, tmp_path: Path):
 def test_servers_are_for_this_machine_alone(tmp_path: Path):
     with watch.serve([tmp_path]) as server:
         assert server.server_address[0] == "127.0.0.1"
-    for module in (watch, serve):
+    for declare in (arguments.watch, arguments.serve):
         parser = argparse.ArgumentParser()
-        module.add_arguments(parser)
+        declare(parser)
         assert parser.get_default("host") == "127.0.0.1"
     words = serve.command(config.load("embedded/past"), parser.get_default("host"), 8000)
     assert words[words.index("--host") + 1] == "127.0.0.1"

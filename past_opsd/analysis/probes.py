@@ -11,23 +11,20 @@ Every condition sees the same responses and draws from the same seeds, so condit
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from past_opsd.analysis import probe_tables
 from past_opsd.analysis.probe_tables import CONDITIONS, DIFFERENCES, METRICS
-from past_opsd.core import arguments, stats
+from past_opsd.core import stats
 from past_opsd.core.losses import GeneralizedJSD, Stay
 from past_opsd.core.nouns import Adapter, Attempt, PastError, Problem, View, derive_seed
 from past_opsd.core.prompts import Prompts
@@ -249,37 +246,32 @@ def _turned(difference: Mapping[str, Any]) -> tuple[float, float, float]:
     return -difference["estimate"], -difference["high"], -difference["low"]
 
 
-add_arguments = arguments.probe
-
-
-def run(args: argparse.Namespace) -> int:
-    """`past probe`."""
-    for name, least in (("problems", 2), ("samples", 1)):
-        if vars(args)[name] < least:
-            raise PastError(f"--{name} is {vars(args)[name]}; it must be at least {least}")
-    if args.every_checkpoint:
-        steps, notes = boundary.whole(args.folder)
-    else:
-        step, notes = boundary.choose(args.folder, args.step)
-        steps = [step]
-    console = Console()
-    with boundary.opened(args.folder, steps[0], args.trust) as at:
-        chosen = boundary.pick(_problems(at, args.split), args.problems, at.seed, "probe", "problems")
-        results, files = [], []
+def probe_run(
+    folder: Path,
+    steps: Sequence[int],
+    *,
+    problems: int,
+    samples: int,
+    split: str,
+    trust: bool = False,
+    notes: Sequence[str] = (),
+    around: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext(),
+) -> dict[int, dict[str, Any]]:
+    """A run at these checkpoints, on the same problems, each within `around`; the results are kept in its folder."""
+    for name, given, least in (("problems", problems, 2), ("samples", samples, 1)):
+        if given < least:
+            raise PastError(f"{name} is {given}; it must be at least {least}")
+    results: dict[int, dict[str, Any]] = {}
+    with boundary.opened(folder, steps[0], trust) as at:
+        chosen = boundary.pick(_problems(at, split), problems, at.seed, "probe", "problems")
         for step in steps:
             if step != at.step:
                 at.move(step)
             at.notes += notes
-            with console.status(f"step {step}") if not args.json else nullcontext():
-                results.append(probe(at, chosen, args.samples, args.split))
-            files.append(at.run.write_probe(step, results[-1]))
-    if args.json:
-        print(json.dumps(results if args.every_checkpoint else results[0], indent=1))
-    elif args.every_checkpoint:
-        probe_tables.show_steps(console, results, files[0].parent)
-    else:
-        probe_tables.show(console, results[0], files[0])
-    return 0
+            with around(step):
+                results[step] = probe(at, chosen, samples, split)
+            at.run.write_probe(step, results[step])
+    return results
 
 
 def _problems(at: Boundary, split: str) -> list[Problem]:

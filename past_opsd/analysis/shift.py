@@ -12,20 +12,16 @@ one privilege U_m ~ P(U | H), under which the run's own teacher gives a next-tok
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from past_opsd.analysis import shift_estimates
 from past_opsd.analysis.shift_estimates import Coupling, Estimate, Split, couple, estimate, split
-from past_opsd.core import arguments
 from past_opsd.core.nouns import Attempt, PastError, Problem, Response, Tokens, View, derive_seed
 from past_opsd.rollout.engines import Request
 from past_opsd.run import boundary
@@ -199,23 +195,16 @@ def shift(at: Boundary, count: int, completions: int, rollouts: int) -> dict[str
     }
 
 
-add_arguments = arguments.shift
-
-
-def run(args: argparse.Namespace) -> int:
-    """`past shift`."""
-    for name, least in (("prefixes", 2), ("completions", 2), ("rollouts", 1)):
-        if vars(args)[name] < least:
-            raise PastError(f"--{name} is {vars(args)[name]}; it must be at least {least}")
-    step, notes = boundary.choose(args.folder, args.step)
-    console = Console()
-    with boundary.opened(args.folder, step, args.trust) as at:
+def shift_run(
+    folder: Path, step: int | None, *, prefixes: int, completions: int, rollouts: int, trust: bool = False
+) -> dict[str, Any]:
+    """A run at one of its checkpoints, by default the newest whole one; the result is kept in its folder."""
+    for name, given, least in (("prefixes", prefixes, 2), ("completions", completions, 2), ("rollouts", rollouts, 1)):
+        if given < least:
+            raise PastError(f"{name} is {given}; it must be at least {least}")
+    chosen, notes = boundary.choose(folder, step)
+    with boundary.opened(folder, chosen, trust) as at:
         at.notes += notes
-        with console.status(f"step {step}") if not args.json else nullcontext():
-            result = shift(at, args.prefixes, args.completions, args.rollouts)
-    file = at.run.write_shift(step, result)
-    if args.json:
-        print(json.dumps(result, indent=1))
-    else:
-        shift_estimates.show(console, result, file)
-    return 0
+        result = shift(at, prefixes, completions, rollouts)
+    at.run.write_shift(chosen, result)
+    return result

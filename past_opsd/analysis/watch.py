@@ -6,7 +6,6 @@ asks for the state every few seconds and, when the version is another, swaps in 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib.util
 import ipaddress
@@ -27,7 +26,6 @@ from urllib.parse import urlsplit
 
 from past_opsd.analysis import report
 from past_opsd.analysis.report import data, page
-from past_opsd.core import arguments
 from past_opsd.core.nouns import PastError
 from past_opsd.core.reading import read_bytes, read_toml
 from past_opsd.run.folder import REPORTED, RunFolder, runs_below
@@ -338,19 +336,3 @@ def serve(paths: Sequence[Path], host: str = "127.0.0.1", port: int = 0, every: 
     if importlib.util.find_spec("matplotlib") is None:
         raise PastError("the report's figures need matplotlib: pip install matplotlib")
     return Server(host, port, Watched(paths, _report), every)
-
-
-add_arguments = arguments.watch
-
-
-def run(args: argparse.Namespace) -> int:
-    """`past watch`: serve until Ctrl-C."""
-    if not 0.1 <= args.every <= 3600:  # a browser takes what is endless for no wait at all
-        raise PastError(f"--every {args.every}: give 0.1 seconds or more, up to an hour (3600)")
-    with serve(args.runs, args.host, args.port, args.every) as server:
-        print(f"{server.url} (Ctrl-C ends)", flush=True)
-        try:
-            server.serve_forever(poll_interval=0.1)
-        except KeyboardInterrupt:
-            print()
-    return 0

@@ -5,8 +5,8 @@ everything but the description is inherited. `--set a.b=c` overrides win over bo
 impossible combination is one `PastError` that names the file, the line, the key and the nearest known key.
 
 The sections `method`, `task`, `verifier` and `engine` are chosen by `name`: the module
-`past_opsd.<kind>s.<name>` (or a dotted path to a module of the user's) holds a `Section` called `Options` with the
-section's other keys. Adding one is adding a file.
+`past_opsd.<kind>s.<name>` (or a dotted path to a module of the user's, or `module:Class`) holds a `Section` called
+`Options` with the section's other keys. Adding one is adding a file; a script or a notebook may give the class itself.
 
 A shipped recipe that is another one but for a key or two is a table of its folder's `variants.toml`.
 """
@@ -24,12 +24,13 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
 
+from past_opsd.core import own
 from past_opsd.core.nouns import Forks, PastError
 from past_opsd.core.reading import SMALL, read_text, read_toml
 
@@ -38,6 +39,7 @@ VARIANTS = "variants.toml"  # beside shipped recipes: those that are another one
 EMBEDDED = {"embedded": "embedded_model", "embedded-expert": "embedded_expert"}  # models of the package, by name
 HUB = "hf:"  # before the name of a dataset on the Hugging Face hub
 PLUGINS = {"method": "methods", "task": "tasks", "verifier": "rollout.verifiers", "engine": "rollout.engines"}
+FUNCTION = "function"  # the task and the verifier that a function of the user's is, under the key `path`
 
 
 class Section(BaseModel):
@@ -365,20 +367,66 @@ class Source:
 
 
 def load(name: str | Path, overrides: Sequence[str] | Mapping[str, Any] = (), *, imports: bool = True) -> Recipe:
-    """Read, inherit, override, validate. `name` is a file or a shipped recipe such as `embedded/past`.
+    """Read a recipe, lay overrides over it and check all of it.
 
-    Overrides are texts as `--set` takes them, or tables that are laid over the recipe's like those of a file.
+    Args:
+        name: a shipped recipe such as "embedded/past" (`recipes()` lists them), or a .toml file.
+        overrides: what differs. Texts as `past train --set` takes them, ["run.cycles=5"]; or a dict with Python values,
+            {"run.cycles": 5}, or with tables as a file has them, {"run": {"cycles": 5}}. Where the name of a method,
+            task, verifier or engine stands, a dict may hold a class or function of yours: {"method.name": Mine}.
+        imports: False for a recipe in the folder of a run that may be somebody else's: no module outside the package is
+            imported, the sections that name one are taken as they are, and no other file is read.
 
-    Without `imports`, for the recipe in a run's folder, which may be somebody else's: no module outside the package is
-    imported, the sections that name one are taken as they are, and no other file is read.
+    Returns:
+        The recipe, frozen; `recipe.run.cycles` and so on are its settings.
+
+    Raises:
+        PastError: no such recipe, or a key or value that cannot be; it names the file, the line and the nearest key.
     """
     data, sources = _read(locate(name), imports)
+    if isinstance(overrides, str):
+        raise PastError(f"overrides = {overrides!r}: give a list of such texts, or a dict")
     if isinstance(overrides, Mapping):
-        _merge(data, overrides, Recipe, imports)
+        _lay(data, sources, overrides, imports)
     else:
         for override in overrides:
             _override(data, sources, override)
     return validate(data, sources, str(name), imports=imports)
+
+
+def _lay(data: dict[str, Any], sources: dict[str, Source], overrides: Mapping[str, Any], imports: bool) -> None:
+    """Python values over a recipe: a dotted key is one setting, as with `--set`; a table is laid over as a file's."""
+    named_first = sorted(overrides.items(), key=lambda item: not str(item[0]).endswith(".name"))
+    for key, value in named_first:
+        path, tree = str(key).split("."), value
+        for part in reversed(path):
+            tree = {part: tree}
+        if path[0] in PLUGINS and isinstance(tree[path[0]], Mapping):
+            tree[path[0]] = _named(path[0], tree[path[0]])
+        _merge(data, tree, None if len(path) > 1 else Recipe, imports)
+        for place in _places_in(tree):
+            sources[place] = Source("the overrides", None)
+
+
+def _named(kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """A section with the name of the class or function that stands in it."""
+    thing = table.get("name")
+    if thing is None or isinstance(thing, str):
+        return dict(table)
+    name = own.name_of(thing, f"{kind}.name")
+    if not isinstance(thing, FunctionType):
+        return {**table, "name": name}
+    if kind not in ("task", "verifier"):
+        raise PastError(f"{kind}.name: {name} is a function; a {kind} is a class with Options and build")
+    here = {"workers": 0} if kind == "verifier" and own.only_here(thing) else {}
+    return {"path": name, **here, **table, "name": FUNCTION}
+
+
+def _places_in(tree: Mapping[str, Any], path: str = "") -> list[str]:
+    inner = [(f"{path}{key}", value) for key, value in tree.items()]
+    return [key for key, _ in inner] + [
+        place for key, value in inner if isinstance(value, Mapping) for place in _places_in(value, f"{key}.")
+    ]
 
 
 @dataclass(frozen=True)
@@ -438,9 +486,17 @@ def locate(name: str | Path) -> Written:
     )
 
 
-def plugin(kind: str, name: str) -> ModuleType:
-    """The module behind `[kind] name = ...`: shipped (`past_opsd.methods.past`) or the user's dotted path."""
+def plugin(kind: str, name: str) -> Any:
+    """What `[kind] name = ...` names: a module, shipped (`past_opsd.methods.past`) or the user's, or a class in one."""
     package = f"past_opsd.{PLUGINS[kind]}"
+    if own.is_own(name):
+        found = own.find(name, f"{kind}.name")
+        if not (hasattr(found, "Options") and hasattr(found, "build")):
+            raise PastError(
+                f"{kind}.name = '{name}' is no {kind}: it needs a class Options and a function build"
+                + ", which a subclass of past_opsd.Method has" * (kind == "method")
+            )
+        return found
     path = name if "." in name else f"{package}.{name}"
     try:
         found = all(importlib.util.find_spec(part) is not None for part in (path.rpartition(".")[0], path))
@@ -450,7 +506,7 @@ def plugin(kind: str, name: str) -> ModuleType:
     if not found:
         raise PastError(
             f"{kind}.name: no {kind} '{name}'{problem}; known are {', '.join(known(kind))}, "
-            "or a dotted path to a module"
+            "or a dotted path to a module, or module:Class"
         )
     try:
         module = importlib.import_module(path)
@@ -470,8 +526,8 @@ def known(kind: str) -> list[str]:
 
 
 def is_foreign(name: str) -> bool:
-    """Whether a section's name is the path of a module outside the package."""
-    return "." in name and not name.startswith("past_opsd.")
+    """Whether a section's name is the path of a module outside the package, or of something in one."""
+    return ("." in name or own.is_own(name)) and not name.startswith("past_opsd.")
 
 
 def validate(data: Mapping[str, Any], sources: Mapping[str, Source], where: str, *, imports: bool = True) -> Recipe:

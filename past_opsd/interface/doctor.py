@@ -23,11 +23,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from past_opsd.core import arguments, config
+from past_opsd.core import config
 from past_opsd.core.config import MethodOptions, Recipe
 from past_opsd.core.nouns import Adapter, PastError, derive_seed
 from past_opsd.core.prompts import OPTIONAL
-from past_opsd.interface import exact
+from past_opsd.interface import arguments, exact
 from past_opsd.interface.checks import (
     Row,
     Watch,

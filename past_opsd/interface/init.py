@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from past_opsd.core import config, life
-from past_opsd.core.arguments import place
 from past_opsd.core.config import Recipe
 from past_opsd.core.files import whole, write_text
 from past_opsd.core.nouns import PastError
 from past_opsd.interface import data, schema
+from past_opsd.interface.arguments import place
 from past_opsd.tasks import benchmarks
 from past_opsd.tasks._columns import ALIASES, Loaded, load, plain
 from past_opsd.tasks.dataset import Options, accept, check_mapping, training

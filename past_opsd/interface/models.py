@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from past_opsd.core import config
-from past_opsd.core.arguments import place
 from past_opsd.core.config import ModelSection
 from past_opsd.core.files import fresh_folder, leftovers, whole, write_text
 from past_opsd.core.lock import held
 from past_opsd.core.nouns import PastError
 from past_opsd.core.reading import room
+from past_opsd.interface.arguments import place
 from past_opsd.policy.pretrained import PULLABLE, SHIPPED, cache, resolve
 
 ABOUT = {

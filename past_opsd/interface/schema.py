@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from past_opsd.core import config
-from past_opsd.core.arguments import place
 from past_opsd.core.files import write_text
 from past_opsd.core.reading import room
+from past_opsd.interface.arguments import place
 
 TITLE = "Recipe of past-opsd"
 DIALECT = "http://json-schema.org/draft-07/schema#"

@@ -14,10 +14,15 @@ from past_opsd.analysis.tables import interval
 from past_opsd.core import life
 from past_opsd.core.stats import EDGE, bootstrap, choose_unit
 from past_opsd.run.evaluate import Evaluation
-from past_opsd.run.folder import RunFolder
+from past_opsd.run.frames import Run
 from past_opsd.run.health import evaluation_alarms
 from past_opsd.run.profiling import verdict
-from past_opsd.run.train import Outcome
+
+
+def screen() -> Console:
+    """The terminal; in a notebook, which is none though it may say so, plain lines."""
+    found = Console()
+    return Console(force_jupyter=False, force_terminal=False, width=120) if found.is_jupyter else found
 
 
 class _Now(ProgressColumn):
@@ -81,15 +86,10 @@ class TrainDisplay:
         self._console.print(f"note: {text}", style="yellow", highlight=False, soft_wrap=True)
 
 
-def closing(
-    console: Console,
-    outcome: Outcome,
-    metrics: Mapping[str, float],
-    timings: Sequence[Mapping[str, float]],
-    pass_k: Sequence[int],
-    again: str,
-) -> None:
+def closing(console: Console, run: Run, pass_k: Sequence[int], again: str) -> None:
     """The summary at the end of a run; `again` is the command that continues it."""
+    outcome, lines, timings = run.outcome(), run.files.read_metrics(), run.files.read_timings()
+    metrics = lines[-1] if lines else {}
     if outcome.evaluations:
         console.print(evaluation_table(outcome.evaluations, pass_k))
     if metrics:
@@ -107,7 +107,7 @@ def closing(
     if outcome.finished:
         console.print(f"run: {outcome.folder}", highlight=False, soft_wrap=True)
     else:
-        kept = RunFolder(outcome.folder).newest()
+        kept = run.files.newest()
         console.print(f"stopped after {outcome.completed} of {outcome.cycles} cycles", highlight=False)
         console.print(f"checkpoint: {kept}", highlight=False, soft_wrap=True, markup=False)
         console.print(f"continue with: {again}", highlight=False, soft_wrap=True, markup=False)

@@ -87,12 +87,11 @@ class Log:
             for t, value in enumerate(sequence[:POSITIONS].tolist()):
                 self._positions[f"{name}/kl@{t:02d}"].append(value)
 
-    def _fork(self, name: str, kl: Tensor, entropy: Tensor, supervised: Sequence[slice]) -> None:
+    def _fork(self, name: str, kl: Tensor, entropy: Tensor, lengths: Sequence[int]) -> None:
         """The KL and the entropy at forks and elsewhere, by sequence, and how many forks there are.
 
         `fork_share` is the part of all KL that lands on forks, every sequence with its mean as in the objective.
         """
-        lengths = [span.stop - span.start for span in supervised]
         spans = _spans(lengths, [0] * len(lengths))
         at = forks.highest(entropy, lengths, [forks.SHARE] * len(lengths)).to(kl.dtype)
         opened = (entropy >= forks.OPEN).to(kl.dtype)

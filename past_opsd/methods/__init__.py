@@ -7,9 +7,9 @@ A method turns one routed batch into teacher terms and student terms; it does no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
-from past_opsd.core.config import RolloutSection, Sampling
+from past_opsd.core.config import MethodOptions, RolloutSection, Sampling
 from past_opsd.core.nouns import Adapter, Attempt, Batch, Forks, Group, PastError, Problem, Term, View, Work
 from past_opsd.core.prompts import Prompts
 from past_opsd.core.sampler import Round
@@ -71,7 +71,23 @@ def require_groups(rollout: RolloutSection, name: str) -> None:
 
 
 class Method:
-    """What the loop asks of a method. A method overrides what it needs; only the student's terms are a must."""
+    """What the loop asks of a method. A method overrides what it needs; only `student_terms` is a must.
+
+    A method of one's own is a subclass; a nested class `Options`, a `MethodOptions` with pydantic fields, holds the
+    keys of its recipe section. It is named in a recipe as `module:Class`, or given as the class itself:
+    `load("embedded/opsd", {"method.name": Mine})`.
+    """
+
+    Options: ClassVar[type[MethodOptions]] = MethodOptions
+    """The keys of `[method]` in the recipe."""
+
+    @classmethod
+    def build(cls, options: Any, prompts: Prompts, rollout: RolloutSection) -> Self:
+        """The method of a recipe."""
+        return cls(options, prompts, rollout)
+
+    def __init__(self, options: Any, prompts: Prompts, rollout: RolloutSection):
+        self.options, self.prompts, self.rollout = options, prompts, rollout
 
     rollouts = True
     """Whether the student samples responses at all."""

@@ -93,9 +93,10 @@ class Options(DistillingOptions):
             "kl_ce": Match,
             "jsd": lambda tau: GeneralizedJSD(self.jsd_beta, tau),
             "top_k": lambda tau: TopK(self.top_k, self.top_k_tail, tau),
-            "sampled_token": lambda tau: SampledToken(),
         }
-        matched = {name: kinds[self.objective](tau) for name, tau in ends.items()}
+        matched: dict[str, Loss] = {"correct": SampledMatch(), "distill": SampledStay()}
+        if self.objective != "sampled_token":
+            matched = {name: kinds[self.objective](tau) for name, tau in ends.items()}
         ce = {f"{name}/ce": Imitate() for name in ends} if self.objective == "kl_ce" else {}
         stay = Stay(self.tau if self.clip_failed else math.inf)
         return matched | ce | {"stay": stay, "reinforce": Reinforce(0.0)}

@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import shlex
 import sys
 from typing import Any
 
-from past_opsd.core import config
 from past_opsd.core.config import Recipe
 from past_opsd.core.nouns import PastError
 from past_opsd.rollout.engines.vllm_backend import Options, arguments, environment
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments beside the recipe."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
-    parser.add_argument("--dry", action="store_true", help="print the command instead of running it")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Become the server; `--dry` prints it as a shell would run it."""
-    if not 1 <= args.port <= 65535:
-        raise PastError(f"--port {args.port}: ports are 1 to 65535")
-    if not args.host.strip():
+def serve(recipe: Recipe, host: str, port: int, *, dry: bool = False) -> None:
+    """Become the server; `dry` prints it as a shell would run it."""
+    if not 1 <= port <= 65535:
+        raise PastError(f"--port {port}: ports are 1 to 65535")
+    if not host.strip():
         raise PastError("--host is empty: give an address, e.g. 127.0.0.1")
-    recipe = config.load(args.recipe, args.overrides)
-    words, variables = command(recipe, args.host, args.port), variables_of(recipe)
-    if args.dry:
+    words, variables = command(recipe, host, port), variables_of(recipe)
+    if dry:
         print(" ".join([*(f"{key}={shlex.quote(value)}" for key, value in variables.items()), shlex.join(words)]))
     elif importlib.util.find_spec("vllm") is None:
         raise PastError("'past serve' needs vLLM here: pip install 'past-opsd[vllm]'; see docs/vllm.md")
     else:
         os.execve(words[0], words, os.environ | variables)
-    return 0
 
 
 def command(recipe: Recipe, host: str, port: int) -> list[str]:

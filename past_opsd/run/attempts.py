@@ -76,6 +76,17 @@ def write(file: Path, rows: Sequence[Row]) -> None:
 
 def read(file: Path, vocabulary: int = 2**31, max_context: int = 2**31) -> list[Row]:
     """The rows of a cycle, checked against the sizes of the model that reads them: the file may be anybody's."""
+    rows = read_table(file).to_pylist()
+    try:
+        for row in rows:
+            _check(row, vocabulary, max_context)
+    except (ValueError, TypeError) as error:
+        raise PastError(f"{file}: cannot be read ({error})") from None
+    return rows
+
+
+def read_table(file: Path) -> pa.Table:
+    """The rows of a cycle as they stand, within bounds."""
     plain(file, MOST)
     try:
         with pq.ParquetFile(file) as opened:
@@ -83,13 +94,9 @@ def read(file: Path, vocabulary: int = 2**31, max_context: int = 2**31) -> list[
             size = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
             if about.num_rows > MOST_ROWS or size > MOST:
                 raise ValueError(f"{about.num_rows} rows of {size} bytes")
-            table = opened.read(columns=SCHEMA.names).select(SCHEMA.names).cast(SCHEMA)
-        rows = table.to_pylist()
-        for row in rows:
-            _check(row, vocabulary, max_context)
+            return opened.read(columns=SCHEMA.names).select(SCHEMA.names).cast(SCHEMA)
     except (OSError, ValueError, TypeError, KeyError, OverflowError, MemoryError, pa.ArrowException) as error:
         raise PastError(f"{file}: cannot be read ({error})") from None
-    return rows
 
 
 def _check(row: Row, vocabulary: int, max_context: int) -> None:

@@ -79,8 +79,8 @@ def code(recipe: config.Recipe) -> list[str]:
     """What a recipe would run that is not in this package."""
     sections = {kind: config.dump(recipe)[kind] for kind in config.PLUGINS}
     named = [f"{kind}.name = {s['name']!r}" for kind, s in sections.items() if config.is_foreign(s["name"])]
-    if sections["verifier"]["name"] == "function":
-        named.append(f"verifier.path = {sections['verifier']['path']!r}")
+    functions = [kind for kind, section in sections.items() if section["name"] == config.FUNCTION]
+    named += [f"{kind}.path = {sections[kind]['path']!r}" for kind in functions]
     return named + ["model.trust_remote_code = true"] * recipe.model.trust_remote_code
 
 
@@ -116,7 +116,7 @@ def require_trust(run: RunFolder, named: Sequence[str], trust: bool) -> None:
         would = "; ".join(f"{what}: {', '.join(names)}" for what, names in kinds.items() if names)
         raise PastError(
             f"{run.recipe_file} would {would}. Nothing of it was done. "
-            "If it is yours, or you trust it, say so with --trust"
+            "If it is yours, or you trust it, say so with --trust, from Python with trust=True"
         )
 
 

@@ -48,8 +48,8 @@ class Evaluation:
         """Outcomes by task, [problems, k]."""
         return {name: np.array(result.outcomes) for name, result in self.tasks.items()}
 
-    def summary(self, pass_k: Sequence[int]) -> dict[str, float]:
-        """Avg@k, pass@k, majority@k per task and their macro averages."""
+    def summary(self, pass_k: Sequence[int] = (1,)) -> dict[str, float]:
+        """Avg@k, pass@k of these k, majority@k per task, and their macro averages: `macro/avg@12` and so on."""
         out: dict[str, float] = {}
         styles = sorted({style for result in self.tasks.values() for style in result.styles})
         for name, result in self.tasks.items():

@@ -8,17 +8,15 @@ tokenizer files, chat template, README.md          the card says what was traine
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from past_opsd.core import arguments, config
+from past_opsd.core import config
 from past_opsd.core.config import Recipe
 from past_opsd.core.files import write_text
 from past_opsd.core.marked import replacing
@@ -31,24 +29,6 @@ from past_opsd.run import boundary, checkpoint
 from past_opsd.run.folder import ADAPTER, RECORDS, RunFolder
 
 MARK = ".past-export.json"
-
-
-add_arguments = arguments.export
-
-
-def run(args: argparse.Namespace) -> int:
-    """Write the export and print what it is."""
-    if args.push == "" or (args.private and args.push is None):
-        raise PastError("name the repository to push to, as OWNER/NAME; a private one needs a name, too")
-    out = args.out or RunFolder(args.folder).export(args.merge)
-    step, notes = boundary.choose(args.folder, args.step)
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
-    export(args.folder, out, step=step, merge=args.merge, trust=args.trust)
-    print(f"{'model' if args.merge else 'adapter'}: {out}")
-    if args.push is not None:
-        print(f"pushed: {push(out, args.push, args.private)}")
-    return 0
 
 
 def export(run: Path, out: Path, *, step: int | None = None, merge: bool = False, trust: bool = False) -> Path:

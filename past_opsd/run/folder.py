@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from past_opsd.run.attempts import Row
     from past_opsd.run.evaluate import Evaluation
 
-RECIPE, METRICS, TIMINGS = "recipe.toml", "metrics.jsonl", "timings.jsonl"
+RECIPE, CODE, METRICS, TIMINGS = "recipe.toml", "code", "metrics.jsonl", "timings.jsonl"
 ROLLOUTS, CONTINUATIONS, PHASE1 = "rollouts", "continuations", "phase1"
 EVALUATIONS, CHECKPOINTS, PROBES, PROFILE, REPORT = "evaluations", "checkpoints", "probes", "profile", "report"
 DATA, COMPLETIONS, EXPORT, MERGED = "data", "completions", "export", "export-merged"
@@ -60,6 +60,13 @@ class Entry:
 
 LAYOUT = (
     Entry(RECIPE, "", "", "the recipe with every setting", "`past train`"),
+    Entry(
+        CODE,
+        r"(?:method|task|verifier|engine)\.py",
+        "method.py",
+        "the source of classes and functions that the recipe names as `module:name`; never run",
+        "`past train`",
+    ),
     Entry(
         METRICS, "", "", "one line a cycle; follows from the recipe, so that runs compare byte by byte", "`past train`"
     ),
@@ -149,7 +156,7 @@ TRAINED = frozenset(
 )
 """What training and looking into a run leave."""
 RECORDS = frozenset(
-    {CHECKPOINTS, EVALUATIONS, ROLLOUTS, CONTINUATIONS, PHASE1, PROBES, REPORT, PROFILE, DATA, COMPLETIONS}
+    {CODE, CHECKPOINTS, EVALUATIONS, ROLLOUTS, CONTINUATIONS, PHASE1, PROBES, REPORT, PROFILE, DATA, COMPLETIONS}
 )
 """The folders in which nothing else may be put."""
 REPORTED = (RECIPE, METRICS, TIMINGS, f"{EVALUATIONS}/*.json", f"{PROBES}/*.json")
@@ -329,6 +336,11 @@ class RunFolder:
         from past_opsd.core import config
 
         write_text(self.recipe_file, config.to_toml(recipe))
+
+    def write_code(self, sources: Mapping[str, str]) -> None:
+        """What a recipe names that is somebody's own, by section, as it was written; it is kept, and never run."""
+        for kind, text in sources.items():
+            write_text(self.path / CODE / f"{kind}.py", text)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """One line a cycle."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from past_opsd import __version__
-from past_opsd.core import config, life
+from past_opsd.core import config, life, own
 from past_opsd.core.config import Recipe
 from past_opsd.core.files import WriteError
 from past_opsd.core.lock import held
@@ -91,12 +91,25 @@ class Session:
         """Everything that must be the same for a resume to mean anything; how many processes there are need not be."""
         recipe = config.dump(self.recipe)
         del recipe["distributed"]
+        # A function is part of its verifier's or task's own identity.
+        classes = {kind: thing for kind, thing in self.own_code().items() if own.is_own(recipe[kind]["name"])}
         return {
             **self.model.identity(),
             "task": self.task.identity,
             "verifier": self.loop.lab.verifier.identity,
             "recipe": recipe,
+            **({"code": {kind: own.digest(thing) for kind, thing in classes.items()}} if classes else {}),
         }
+
+    def own_code(self) -> dict[str, Any]:
+        """The classes and functions of one's own that run in this process, by section."""
+        found: dict[str, Any] = {}
+        for kind in config.PLUGINS:
+            section = getattr(self.recipe, kind)
+            name = section.path if section.name == config.FUNCTION else section.name
+            if own.is_own(name) and not getattr(section, "workers", 0):
+                found[kind] = own.find(name, kind)
+        return found
 
     def evaluate(self, step: int) -> evaluate.Evaluation:
         """Avg@k of the student as it is now."""
@@ -326,6 +339,7 @@ def _begin(parts: Session, run: RunFolder) -> None:
     torch.manual_seed(derive_seed(parts.recipe.run.seed, "torch") >> 1)
     if parts.world.first:
         run.write_recipe(parts.recipe)
+        run.write_code({kind: own.source(thing) for kind, thing in parts.own_code().items()})
     with phase1.kept(run, parts.loop, parts.world, parts.identity):
         parts.loop.prepare()
     _evaluate(parts, run, 0, None)

@@ -15,6 +15,7 @@ from rich.console import Console
 from past_opsd.analysis import probe_tables, probes, theory
 from past_opsd.core import config
 from past_opsd.core.nouns import Attempt, PastError, Problem, Response, Verdict, View
+from past_opsd.interface import arguments, commands
 from past_opsd.run import boundary
 from past_opsd.run.folder import RunFolder
 from past_opsd.run.train import session, train
@@ -35,7 +36,7 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 
 def parsed(*words: str | Path) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    probes.add_arguments(parser)
+    arguments.probe(parser)
     return parser.parse_args([str(w) for w in words])
 
 
@@ -147,7 +148,7 @@ def test_scores_are_means_within_a_problem_first():
 
 def test_the_command_writes_what_it_prints(copied: Path, capsys: pytest.CaptureFixture[str]):
     words = (copied, "--problems", "10", "--samples", "2", "--json")
-    assert probes.run(parsed(*words)) == 0
+    assert commands.probe(parsed(*words)) == 0
     printed = json.loads(capsys.readouterr().out)
     file = copied / "probes" / "step-00002.json"
     assert json.loads(file.read_text()) == printed
@@ -163,7 +164,7 @@ def test_the_command_writes_what_it_prints(copied: Path, capsys: pytest.CaptureF
         assert printed["conditions"][condition]["all"]["jsd_matching"]["low"] > 0
     assert abs(printed["conditions"]["matching"]["all"]["jsd_matching"]["estimate"]) < 1e-7
     before = file.read_text()
-    probes.run(parsed(*words))
+    commands.probe(parsed(*words))
     assert file.read_text() == before
 
 
@@ -174,7 +175,7 @@ def fits(text: str) -> bool:
 
 def test_the_table_fits_80_columns(copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    assert probes.run(parsed(copied, "--problems", "6", "--samples", "2", "--split", "evaluation")) == 0
+    assert commands.probe(parsed(copied, "--problems", "6", "--samples", "2", "--split", "evaluation")) == 0
     text = capsys.readouterr().out
     assert fits(text)
     assert "12 responses of 6 evaluation problems" in text
@@ -182,10 +183,10 @@ def test_the_table_fits_80_columns(copied: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_every_checkpoint_is_measured_with_its_own_weights(copied: Path, capsys: pytest.CaptureFixture[str]):
-    probes.run(parsed(copied, "--every-checkpoint", "--problems", "4", "--samples", "1", "--json"))
+    commands.probe(parsed(copied, "--every-checkpoint", "--problems", "4", "--samples", "1", "--json"))
     results = json.loads(capsys.readouterr().out)
     assert [r["step"] for r in results] == RunFolder(copied).steps()
-    probes.run(parsed(copied, "--problems", "4", "--samples", "1", "--json"))
+    commands.probe(parsed(copied, "--problems", "4", "--samples", "1", "--json"))
     assert json.loads(capsys.readouterr().out) == results[-1]
     probe_tables.show_steps(Console(width=80), results, copied)
     shown = capsys.readouterr().out
@@ -239,15 +240,15 @@ def test_numbers_are_short(value: float, percent: bool, sign: bool, shown: str):
 
 def test_bad_input_is_one_clear_message(copied: Path, tmp_path: Path):
     with pytest.raises(PastError, match="not a run folder"):
-        probes.run(parsed(tmp_path))
+        commands.probe(parsed(tmp_path))
     with pytest.raises(PastError, match=r"no checkpoint of step 7; kept are 0, 1, 2"):
-        probes.run(parsed(copied, "--step", "7"))
-    with pytest.raises(PastError, match="--problems is 1"):
-        probes.run(parsed(copied, "--problems", "1"))
+        commands.probe(parsed(copied, "--step", "7"))
+    with pytest.raises(PastError, match="problems is 1"):
+        commands.probe(parsed(copied, "--problems", "1"))
     adapter = RunFolder(copied).checkpoint(2) / "teacher" / "adapter_model.safetensors"
     adapter.write_bytes(adapter.read_bytes()[:-1])
     with pytest.raises(PastError, match=r"is damaged .*other steps kept: 0, 1"):
-        probes.run(parsed(copied, "--step", "2"))
+        commands.probe(parsed(copied, "--step", "2"))
     step, notes = boundary.choose(copied, None)
     assert step == 1
     assert "damaged" in notes[0]
@@ -274,7 +275,7 @@ def test_a_run_on_another_base_is_refused(copied: Path):
 def test_methods_without_a_privileged_teacher_are_refused(copied: Path, small_recipe, name: str):
     (copied / "recipe.toml").write_text(config.to_toml(small_recipe(f"embedded/{name}")))
     with pytest.raises(PastError, match="probe"):
-        probes.run(parsed(copied))
+        commands.probe(parsed(copied))
 
 
 @pytest.mark.parametrize(

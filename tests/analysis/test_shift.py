@@ -16,6 +16,7 @@ from conftest import Quiet
 from past_opsd.analysis import shift, shift_estimates, theory
 from past_opsd.analysis.shift import Prefix, Start
 from past_opsd.core.nouns import Attempt, PastError, Problem, Response, Verdict, View
+from past_opsd.interface import arguments, commands
 from past_opsd.run import boundary
 from past_opsd.run.boundary import Boundary
 from past_opsd.run.train import train
@@ -28,7 +29,7 @@ FLOOR = 1e-5  # completions less likely than this are not enumerated
 
 def parsed(*words: str | Path) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    shift.add_arguments(parser)
+    arguments.shift(parser)
     return parser.parse_args([str(w) for w in words])
 
 
@@ -352,7 +353,7 @@ def test_prefixes_spread_over_responses_and_never_pass_the_end():
 def test_the_command_writes_what_it_prints(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     words = (run, "--prefixes", "6", "--completions", "4", "--rollouts", "6", "--json")
-    assert shift.run(parsed(*words)) == 0
+    assert commands.shift(parsed(*words)) == 0
     printed = json.loads(capsys.readouterr().out)
     file = run / "probes" / "shift-00001.json"
     assert json.loads(file.read_text()) == printed
@@ -365,7 +366,7 @@ def test_the_command_writes_what_it_prints(finished: Path, tmp_path: Path, capsy
     e = printed["estimates"]
     assert e["privileged"]["estimate"] + e["shift"]["estimate"] == pytest.approx(e["total"]["estimate"])
     before = file.read_text()
-    shift.run(parsed(*words))
+    commands.shift(parsed(*words))
     assert file.read_text() == before
 
 
@@ -375,7 +376,7 @@ def test_a_teacher_without_the_trajectory_loses_nothing(
     folder = tmp_path / "run"
     train(small_recipe("embedded/opsd", *QUICK), folder, False, Quiet())
     monkeypatch.setenv("COLUMNS", "80")
-    shift.run(parsed(folder, "--prefixes", "5", "--completions", "3", "--rollouts", "2"))
+    commands.shift(parsed(folder, "--prefixes", "5", "--completions", "3", "--rollouts", "2"))
     shown = [line.rstrip() for line in capsys.readouterr().out.splitlines() if not line.startswith("written")]
     assert max(map(len, shown)) <= 80
     assert "…" not in "\n".join(shown)
@@ -388,11 +389,11 @@ def test_a_teacher_without_the_trajectory_loses_nothing(
 
 def test_bad_input_is_one_clear_message(finished: Path, tmp_path: Path):
     with pytest.raises(PastError, match="not a run folder"):
-        shift.run(parsed(tmp_path))
+        commands.shift(parsed(tmp_path))
     with pytest.raises(PastError, match="kept are 0, 1"):
-        shift.run(parsed(finished, "--step", "5"))
-    with pytest.raises(PastError, match="--completions is 1; it must be at least 2"):
-        shift.run(parsed(finished, "--completions", "1"))
+        commands.shift(parsed(finished, "--step", "5"))
+    with pytest.raises(PastError, match="completions is 1; it must be at least 2"):
+        commands.shift(parsed(finished, "--completions", "1"))
     with boundary.opened(finished, 1) as at:
         at.parts.loop.max_context = 45
         with pytest.raises(PastError, match="max_context"):

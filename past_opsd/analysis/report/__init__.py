@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from past_opsd.analysis.report import data, figures, page, trajectories
 from past_opsd.analysis.report.data import Run
-from past_opsd.core import arguments
 from past_opsd.core.files import write_text
-from past_opsd.core.nouns import PastError
-from past_opsd.core.reading import room
-from past_opsd.run.folder import RunFolder
 
-TRAJECTORIES = arguments.TRAJECTORIES
+TRAJECTORIES = 12
 
 
 def render(runs: Sequence[Run], *, trajectories: int = TRAJECTORIES) -> str:
@@ -43,27 +36,3 @@ def _render(runs: Sequence[Run], count: int, folder: Path | None, trust: bool) -
         files = {f.name: [f"{folder.name}/{path.name}" for path in figures.save(f, folder)] for f in found}
     browser = trajectories.collect(methods, count, trust)
     return page.page(page.Content(list(runs), methods, found, browser, files))
-
-
-add_arguments = arguments.report
-
-
-def run(args: argparse.Namespace) -> int:
-    """`past report`."""
-    if args.trajectories < 0:
-        raise PastError(f"--trajectories {args.trajectories}: give 0 or more")
-    if args.out is None and len(args.runs) > 1:
-        raise PastError("several folders were given: say with --out FILE.html where the report shall go")
-    out = args.out or RunFolder(args.runs[0]).page
-    if out.is_dir():
-        raise PastError(f"--out {out} is a folder; give the name of a file, e.g. {out / 'index.html'}")
-    if args.out is not None:
-        room(out, ours=page.is_page)
-    began = time.monotonic()
-    for folder in args.runs:
-        RunFolder(folder).enclosed()
-    runs = data.find(args.runs, lambda text: print(f"note: {text}", file=sys.stderr))
-    write(runs, out, trajectories=args.trajectories, figures=args.figures, trust=args.trust)
-    size = out.stat().st_size / 1e6
-    print(f"{out}: {len(runs)} run{'s' if len(runs) > 1 else ''}, {size:.2f} MB, {time.monotonic() - began:.1f} s")
-    return 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -16,20 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from past_opsd.analysis.theory.check import EXACT, SEARCHED, Check
-from past_opsd.analysis.theory.checks import checks
-from past_opsd.core import arguments
-
-add_arguments = arguments.theory
-
-
-def run(args: argparse.Namespace) -> int:
-    """`past theory`: exit code 1 when a statement does not hold."""
-    found = checks(args.seed)
-    if args.json:
-        print(json.dumps(report(found, args.seed), indent=2))
-    else:
-        show(Console(), found)
-    return 0 if all(check.ok for check in found) else 1
 
 
 def report(found: Sequence[Check], seed: int) -> dict[str, object]:

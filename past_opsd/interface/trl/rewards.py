@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
 
+from past_opsd.core import own
 from past_opsd.core.nouns import Closing, PastError, Problem, Response, Verdict
 from past_opsd.interface.trl.config import PASTConfig
 from past_opsd.rollout.verifiers import Reason
@@ -64,11 +63,7 @@ def _path_of(function: Reward | str) -> str | None:
     name = getattr(function, "__qualname__", "")
     if not inspect.isfunction(function) or module is None or getattr(module, name, None) is not function:
         return None
-    # Workers do not search the folder of the script that runs here, unless it is where they start.
-    file = Path(getattr(module, "__file__", None) or "none").resolve()
-    root = file.parents[module.__name__.count(".") + (file.name == "__init__.py")]
-    found = module.__name__ != "__main__" and str(root) in {os.getcwd(), *map(os.path.abspath, sys.path[1:])}
-    return f"{module.__name__}:{name}" if found else None
+    return None if own.only_here(function) else f"{module.__name__}:{name}"
 
 
 class RewardVerifier(Closing):

@@ -33,10 +33,17 @@ def load(argument: str) -> Callable[[str], str]:
     function: Any = operator.attrgetter(name)(importlib.import_module(module))
     if not callable(function):
         raise TypeError(f"{settings['path']} is not a function but a {type(function).__name__}")
+    return answering(function, settings, lambda: _about(function))
+
+
+def answering(
+    function: Callable[..., Any], settings: Mapping[str, Any], about: Callable[[], str]
+) -> Callable[[str], str]:
+    """The function on tasks as JSON; asked `about` itself it says which source it has."""
 
     def answer(task: str) -> str:
         item: dict[str, Any] = json.loads(task)
-        return json.dumps(_about(function) if "about" in item else _judge(function, settings, item))
+        return json.dumps(about() if "about" in item else _judge(function, settings, item))
 
     return answer
 

@@ -4,7 +4,8 @@
 
 A number is a success from `success_reward_threshold` on. With `style = "trl"` it is a reward function as TRL calls it,
 sync or async. The function runs in processes that can be killed: one that hangs, raises or dies costs its own response
-and nothing else. A truncated response fails before the function is asked.
+and nothing else. A truncated response fails before the function is asked. With `workers = 0`, as for a function that a
+script or a notebook defines, it is asked in this process, without limits of time and memory.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from past_opsd.core import own
 from past_opsd.core.config import Section
 from past_opsd.core.nouns import Closing, PastError, Problem, Response, Verdict
 from past_opsd.rollout.verifiers import Reason, Verifier
+from past_opsd.rollout.verifiers._call import answering
 from past_opsd.rollout.verifiers._extract import after_thinking
 from past_opsd.rollout.verifiers.pool import Lost, WorkerPool
 
@@ -38,8 +41,24 @@ class Options(Section):
     )
     strip_thinking: bool = Field(default=True, description="Show only what follows the last </think>.")
     timeout: float = Field(default=10.0, gt=0, le=3600, description="Seconds a call may take before it is killed.")
-    workers: int = Field(default=2, ge=1, description="Processes that call the function at the same time.")
+    workers: int = Field(
+        default=2, ge=0, description="Processes that call the function at the same time; 0: this one, without limits."
+    )
     memory_mb: int = Field(default=8192, ge=256, description="Address space of each of these processes, in MiB.")
+
+
+class Here(Closing):
+    """Stands for the pool where the function is asked in this process."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        function = own.find(settings["path"], "verifier.path")
+        if not callable(function):
+            raise PastError(f"verifier.path = '{settings['path']}' is no function but a {type(function).__name__}")
+        self._answer = answering(function, settings, lambda: own.digest(function))
+
+    def run(self, tasks: Sequence[Sequence[str]]) -> list[str | Lost]:
+        """One answer a task, in order."""
+        return [self._answer(*task) for task in tasks]
 
 
 class Function(Closing):
@@ -53,14 +72,17 @@ class Function(Closing):
             "threshold": options.success_reward_threshold,
             "conversational": options.conversational,
         }
-        self._pool = WorkerPool(
-            "past_opsd.rollout.verifiers._call:load",
-            workers=options.workers,
-            timeout=options.timeout,
-            memory_mb=options.memory_mb,
-            argument=json.dumps(bound),
-            advice=f"verifier.path = '{options.path}' must be importable here (package.module:function).",
-        )
+        if options.workers == 0 or options.path.startswith(f"{own.MAIN}:"):
+            self._pool = Here(bound)
+        else:
+            self._pool = WorkerPool(
+                "past_opsd.rollout.verifiers._call:load",
+                workers=options.workers,
+                timeout=options.timeout,
+                memory_mb=options.memory_mb,
+                argument=json.dumps(bound),
+                advice=f"verifier.path = '{options.path}' must be importable here (package.module:function).",
+            )
         self._told: set[str] = set()
         (source,) = self._pool.run([(json.dumps({"about": True}),)])
         if isinstance(source, Lost):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 import tomllib
@@ -15,7 +14,6 @@ from typing import IO, Any
 
 from pydantic import ValidationError
 
-from past_opsd.core.arguments import place
 from past_opsd.core.config import plugin
 from past_opsd.core.files import whole
 from past_opsd.core.nouns import PastError, Problem, Response, Verdict
@@ -281,22 +279,6 @@ def _row(name: str, pair: Pair) -> str:
     return f"{name:<25}{pair.ours.total:>6}{''.join(cells)}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `past verify`."""
-    parser.add_argument("file", type=place, help="JSON lines with `gold` and `prediction` (or `response`)")
-    parser.add_argument("--out", type=place, help="write the rows here with `correct` and `reason` added")
-    parser.add_argument("--verifier", default="boxed_math", help="which verifier (default: %(default)s)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the verifier, e.g. timeout=2"
-    )
-    parser.add_argument("--skip-bad", action="store_true", help="leave out rows that cannot be read, and count them")
-    parser.add_argument(
-        "--protocol-field",
-        metavar="NAME",
-        help="field that says how to read a row: direct, wrap (put the prediction in a box first) or skip",
-    )
-
-
 def _graded(path: Path) -> bool:
     """Whether a file holds rows that were graded here."""
     with path.open("rb") as file:
@@ -307,26 +289,19 @@ def _graded(path: Path) -> bool:
     return isinstance(row, dict) and {"correct", "reason"} <= set(row)
 
 
-def run(args: argparse.Namespace) -> int:
-    """`past verify`."""
-    plain(args.file)
-    if args.out is not None:
-        room(args.out, ours=lambda path: path.samefile(args.file) or _graded(path))  # the former is told below
+def verify(
+    file: Path, out: Path | None, name: str, settings: list[str], *, skip_bad: bool, protocol_field: str | None
+) -> Summary:
+    """`past verify`: the rows of a file, graded by the verifier of this name and beside it by plain math-verify."""
+    plain(file)
+    if out is not None:
+        room(out, ours=lambda path: path.samefile(file) or _graded(path))  # the former is told below
     beside = WorkerPool("past_opsd.rollout.verifiers._plain:accepts", workers=2, timeout=_PLAIN_LIMIT, memory_mb=4096)
     try:
-        with _build(args.verifier, args.set) as verifier:
-            summary = grade_file(
-                args.file,
-                args.out,
-                verifier,
-                skip_bad=args.skip_bad,
-                protocol_field=args.protocol_field,
-                plain=beside,
-            )
+        with _build(name, settings) as verifier:
+            return grade_file(file, out, verifier, skip_bad=skip_bad, protocol_field=protocol_field, plain=beside)
     finally:
         beside.close()
-    print(render(summary))
-    return 0
 
 
 def _build(name: str, settings: list[str]) -> Verifier:

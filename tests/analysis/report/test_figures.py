@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from conftest import Quiet, small
 
-from past_opsd.analysis import probes, shift
 from past_opsd.analysis.report import answers, data, figures, learning, page, panels, points, style
 from past_opsd.analysis.report.figures import Figure, Panel
 from past_opsd.core.nouns import PastError
+from past_opsd.interface import arguments, commands
 from past_opsd.rollout.verifiers import Reason
 from past_opsd.run.train import train
 
@@ -34,10 +34,10 @@ PAPER = {
 }
 
 
-def command(module, *words: str) -> None:
+def command(name: str, *words: str) -> None:
     parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
-    assert module.run(parser.parse_args(list(words))) == 0
+    getattr(arguments, name)(parser)
+    assert getattr(commands, name)(parser.parse_args(list(words))) == 0
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cut = ("run.cycles=3", "evaluation.at=[0.0, 1.0]", "rollout.problems_per_cycle=4", f"run.seed={seed}")
         train(small(f"embedded/{name}", *cut), root / f"{name}-{seed}", False, Quiet())
     run = str(root / "past-17")
-    command(probes, run, "--problems", "4", "--samples", "1", "--json")
+    command("probe", run, "--problems", "4", "--samples", "1", "--json")
     for step in ("2", "3"):
-        command(shift, run, "--step", step, "--prefixes", "3", "--completions", "3", "--rollouts", "2", "--json")
+        command("shift", run, "--step", step, "--prefixes", "3", "--completions", "3", "--rollouts", "2", "--json")
     return root
 
 

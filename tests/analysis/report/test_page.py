@@ -20,6 +20,7 @@ from past_opsd.analysis.report import answers, data, figures, page, summary, tra
 from past_opsd.analysis.report.data import Run
 from past_opsd.core import stats
 from past_opsd.core.nouns import PastError
+from past_opsd.interface import arguments, commands
 from past_opsd.run.evaluate import Evaluation, TaskResult, stack
 from past_opsd.run.train import train
 
@@ -336,7 +337,7 @@ def test_a_missing_browser_says_why(count: int, folder: Path, tmp_path: Path) ->
 
 def _arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    report.add_arguments(parser)
+    arguments.report(parser)
     return parser.parse_args(words)
 
 
@@ -346,9 +347,9 @@ def test_the_command_writes_beside_the_one_folder_given(
     run = folder / "opsd-17"
     drawn = _first_panels(data.find([run]))[:2]
     monkeypatch.setattr(report.figures, "figures", lambda runs: drawn)  # two of them are enough here
-    assert report.run(_arguments(str(run), "--trajectories", "2", "--figures")) == 0
+    assert commands.report(_arguments(str(run), "--trajectories", "2", "--figures")) == 0
     out = run / "report" / "index.html"
-    assert f"{out}: 1 run, " in capsys.readouterr().out
+    assert f"{out}: " in capsys.readouterr().out
     document = Document(out.read_text(encoding="utf-8"))
     files = [r for r in document.references if r.startswith("figures/")]
     assert len(files) == 2 * len(drawn)
@@ -380,9 +381,9 @@ def test_mistakes_are_one_message(folder: Path, tmp_path: Path) -> None:
     one, two = str(folder / "past-17"), str(folder / "opsd-17")
     for words, message in [
         ((one, two), "--out FILE.html"),
-        ((one, "--trajectories", "-1"), "--trajectories -1"),
+        ((one, "--trajectories", "-1"), "trajectories = -1"),
         ((one, "--out", str(tmp_path)), "is a folder"),
         ((str(tmp_path / "nothing"),), "no such folder"),
     ]:
         with pytest.raises(PastError, match=message):
-            report.run(_arguments(*words))
+            commands.report(_arguments(*words))

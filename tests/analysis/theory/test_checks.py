@@ -16,6 +16,7 @@ from past_opsd.analysis.theory.check import Check, compare
 from past_opsd.analysis.theory.finite import kl
 from past_opsd.core import sampler
 from past_opsd.core.losses import Match, Stay
+from past_opsd.interface import arguments, commands
 
 LABELS = {
     "prop:causal-projection",
@@ -168,9 +169,9 @@ def test_a_searched_side_has_its_own_limit():
     assert check.EXACT <= 1e-9
 
 
-def arguments(*words):
+def parsed(*words):
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    arguments.theory(parser)
     return parser.parse_args(words)
 
 
@@ -196,12 +197,12 @@ def test_the_table_fits_80_columns(found):
 
 
 def test_the_command_exits_1_when_a_statement_does_not_hold(found, monkeypatch, capsys):
-    monkeypatch.setattr(command, "checks", lambda seed: found)
-    assert command.run(arguments()) == 0
+    monkeypatch.setattr(checks, "checks", lambda seed: found)
+    assert commands.theory(parsed()) == 0
     bad = Check("two is three [really]", "prop:x", 2.0, math.inf, "=", math.inf, True)
-    monkeypatch.setattr(command, "checks", lambda seed: [*found, bad])
+    monkeypatch.setattr(checks, "checks", lambda seed: [*found, bad])
     capsys.readouterr()
-    assert command.run(arguments()) == 1
+    assert commands.theory(parsed()) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "does not hold: prop:x: two is three [really]" in out
     assert "1 do not hold" in out
@@ -210,8 +211,8 @@ def test_the_command_exits_1_when_a_statement_does_not_hold(found, monkeypatch, 
 def test_json_holds_every_statement_and_only_numbers(found, monkeypatch, capsys):
     bad = Check("s", "prop:x", 2.0, math.nan, "=", math.inf, True)
     asked = []
-    monkeypatch.setattr(command, "checks", lambda seed: asked.append(seed) or [*found, bad])
-    assert command.run(arguments("--json", "--seed", "3")) == 1
+    monkeypatch.setattr(checks, "checks", lambda seed: asked.append(seed) or [*found, bad])
+    assert commands.theory(parsed("--json", "--seed", "3")) == 1
     out = capsys.readouterr().out
     assert "NaN" not in out
     assert "Infinity" not in out

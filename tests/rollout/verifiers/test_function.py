@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from past_opsd.core import config
 from past_opsd.core.nouns import PastError, Problem, Response, Verdict
-from past_opsd.rollout.verifiers import grade
+from past_opsd.interface import arguments, commands
 from past_opsd.rollout.verifiers.function import Function, Options, build
 
 PLAIN = r'''
@@ -290,7 +290,7 @@ def test_past_verify_with_a_function(tmp_path: Path, capsys: pytest.CaptureFixtu
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     parser = argparse.ArgumentParser()
-    grade.add_arguments(parser)
-    arguments = ["--verifier", "function", "--set", "path=user_checks:check"]
-    assert grade.run(parser.parse_args([str(tmp_path / "in.jsonl"), *arguments])) == 0
+    arguments.verify(parser)
+    words = ["--verifier", "function", "--set", "path=user_checks:check"]
+    assert commands.verify(parser.parse_args([str(tmp_path / "in.jsonl"), *words])) == 0
     assert "2 rows, 2 correct" in capsys.readouterr().out

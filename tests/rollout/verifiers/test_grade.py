@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from past_opsd.core.nouns import PastError
+from past_opsd.interface.arguments import verify as add_arguments
+from past_opsd.interface.commands import verify as run
 from past_opsd.rollout.verifiers import Verifier
 from past_opsd.rollout.verifiers.boxed_math import Options, build
-from past_opsd.rollout.verifiers.grade import add_arguments, grade_file, render, run
+from past_opsd.rollout.verifiers.grade import grade_file, render
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What commands take, for those whose own module brings torch: help and completion read it without loading that."""
+"""What commands take: help and completion read it without loading what the work needs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 TRAJECTORIES = 12
 REPEATS = 8
+SEEDS = (17, 29, 43)
+_SEEDS = ",".join(map(str, SEEDS))
 
 
 def place(text: str) -> Path:
@@ -67,7 +69,7 @@ def compare(parser: ArgumentParser) -> None:
     """`past compare`."""
     parser.add_argument("--suite", default="main", help="which suite (default main; a wrong name lists them)")
     parser.add_argument("--family", default="embedded", help="recipe folder of the suite (default embedded)")
-    parser.add_argument("--seeds", default="17,29,43", help="training seeds, comma-separated (default 17,29,43)")
+    parser.add_argument("--seeds", default=_SEEDS, help=f"training seeds, comma-separated (default {_SEEDS})")
     parser.add_argument("--reference", help="row to take differences to (default: the suite's own)")
     parser.add_argument("--out", type=place, help="folder (default runs/compare)")
     parser.add_argument("--jobs", type=int, default=0, help="runs at a time (default: one per core)")
@@ -89,7 +91,7 @@ def rehearse(parser: ArgumentParser) -> None:
 def demo(parser: ArgumentParser) -> None:
     """`past demo`."""
     parser.add_argument("--out", type=place, default=Path("runs/demo"), help="folder, made anew (default runs/demo)")
-    parser.add_argument("--seeds", default="17,29,43", help="training seeds, comma-separated (default 17,29,43)")
+    parser.add_argument("--seeds", default=_SEEDS, help=f"training seeds, comma-separated (default {_SEEDS})")
     _overrides(parser)
 
 
@@ -171,6 +173,29 @@ def doctor(parser: ArgumentParser) -> None:
         "--repeats", type=int, help=f"repeats of every check (default {REPEATS}; 2 with a large model on a CPU)"
     )
     parser.add_argument("--dry", action="store_true", help="load no weights")
+
+
+def serve(parser: ArgumentParser) -> None:
+    """`past serve`, beside the recipe."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
+    parser.add_argument("--dry", action="store_true", help="print the command instead of running it")
+
+
+def verify(parser: ArgumentParser) -> None:
+    """`past verify`."""
+    parser.add_argument("file", type=place, help="JSON lines with `gold` and `prediction` (or `response`)")
+    parser.add_argument("--out", type=place, help="write the rows here with `correct` and `reason` added")
+    parser.add_argument("--verifier", default="boxed_math", help="which verifier (default: %(default)s)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the verifier, e.g. timeout=2"
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="leave out rows that cannot be read, and count them")
+    parser.add_argument(
+        "--protocol-field",
+        metavar="NAME",
+        help="field that says how to read a row: direct, wrap (put the prediction in a box first) or skip",
+    )
 
 
 def _overrides(parser: ArgumentParser, text: str = "override") -> None:
