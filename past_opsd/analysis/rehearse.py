@@ -7,7 +7,6 @@ A rehearsal shows that a recipe starts, takes its steps and ends; it says nothin
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from rich.table import Table
 
 from past_opsd.analysis import stand_ins, suite, tables
 from past_opsd.analysis.suite import Suite
-from past_opsd.core import arguments, config, life
+from past_opsd.core import config, life
 from past_opsd.core.config import EMBEDDED, PromptsSection, Recipe
 from past_opsd.core.nouns import Adapter, PastError, Term
 from past_opsd.core.prompts import ALLOWED
@@ -85,13 +84,13 @@ class Rehearsed:
     failure: str = ""
 
 
-def run(args: argparse.Namespace) -> int:
-    """`past rehearse`: one after the other; 1 when one failed."""
-    names = [found for name in args.recipe for found in _family(name)]
+def run(names: Sequence[str], out: Path | None, overrides: Sequence[str]) -> int:
+    """Recipes, or all of a shipped folder, one after the other; 1 when one failed."""
+    names = [found for name in names for found in _family(name)]
     for name in names:
         config.locate(name)
-    with _place(args.out) as out:
-        return show(Console(), list(rehearse({name: name for name in names}, out, args.overrides, _tell)))
+    with _place(out) as place:
+        return show(Console(), list(rehearse({name: name for name in names}, place, overrides, _tell)))
 
 
 def run_suite(chosen: Suite, out: Path | None, overrides: Sequence[str], seed: int) -> int:
@@ -384,6 +383,3 @@ def _brief(value: Any) -> str:
     """A value in one line; of a path that a rehearsal made, its last part."""
     text = "not set" if value is None else str(value)
     return f".../{Path(text).name}" if Path(text).is_absolute() else text
-
-
-add_arguments = arguments.rehearse

@@ -202,7 +202,7 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
             "rehearse",
             "see a recipe start and end here: small, with a made model and data",
             "paper/past",
-            "analysis.rehearse",
+            commands.rehearse,
             arguments.rehearse,
         ),
         Command(
@@ -287,7 +287,7 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
             "results",
             "tables, intervals and figures from committed evidence; costs of runs",
             "rebuild --check",
-            "analysis.results",
+            "interface.results",
         ),
         Command("bench", "measure this package beside its peers", "divergence --tokens 256", "analysis.bench"),
     ),

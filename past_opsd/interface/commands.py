@@ -216,6 +216,13 @@ def compare(args: Namespace) -> int:
     return 1 if missing else 0
 
 
+def rehearse(args: Namespace) -> int:
+    """`past rehearse`."""
+    from past_opsd.analysis import rehearse
+
+    return rehearse.run(args.recipe, args.out, args.overrides)
+
+
 def _seeds(text: str) -> list[int]:
     try:
         seeds = [int(s) for s in text.split(",")]

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from analysis.conftest import SEEDS
 
-from past_opsd.analysis import results, suite
+from past_opsd.analysis import suite
 from past_opsd.analysis.results import evidence, page
 from past_opsd.core.nouns import PastError
+from past_opsd.interface import results
 from past_opsd.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
