@@ -151,7 +151,7 @@ def rehearse(
             if isinstance(recipe, str):
                 done[name] = Rehearsed(label, name, failure=recipe)
             else:
-                done[name] = _row(name, recipe, scaled(recipe, name, overrides, home), out)
+                done[name] = _row(name, recipe, scaled(name, overrides, home), out)
         yield replace(done[name], label=label)
 
 
@@ -261,10 +261,9 @@ def _standing(recipe: Recipe) -> bool:
     return recipe.model.path not in EMBEDDED or hasattr(recipe.task, "train")
 
 
-def scaled(recipe: Recipe, name: str, overrides: Sequence[str], home: Path) -> Recipe:
+def scaled(name: str, overrides: Sequence[str], home: Path) -> Recipe:
     """The recipe with little of everything, and with what is here in the place of what may not be."""
-    if recipe.engine.name != "torch":
-        recipe = config.load(name, [*overrides, "engine.name=torch"])
+    recipe = config.load(name, [*overrides, "engine.name=torch"])
     ratio, own = min(1.0, CYCLES / recipe.run.cycles), recipe.model.path in EMBEDDED
     small = _small(recipe, ratio, {} if own else TOKENS)
     most = small.evaluation.samples

@@ -64,7 +64,7 @@ def test_only_sizes_and_what_is_not_here_differ_from_the_recipe(tmp_path: Path):
         if not name.startswith("paper/"):
             continue
         recipe = config.load(name)
-        small = rehearse.scaled(recipe, name, [], tmp_path)
+        small = rehearse.scaled(name, [], tmp_path)
         found = {key for key, _, _ in changes(config.dump(recipe), config.dump(small))}
         assert found <= SCALED, name
         assert {"run.cycles", "model.path", "task.train"} <= found
@@ -72,9 +72,9 @@ def test_only_sizes_and_what_is_not_here_differ_from_the_recipe(tmp_path: Path):
 
 def test_servers_are_stood_in_for_and_models_of_the_package_are_not(tmp_path: Path):
     name = "scale/qwen3-32b-nodes"
-    small = rehearse.scaled(config.load(name), name, [], tmp_path)
+    small = rehearse.scaled(name, [], tmp_path)
     assert (small.engine.name, small.distributed.shard) == ("torch", "full")
-    small = rehearse.scaled(config.load("embedded/past"), "embedded/past", [], tmp_path)
+    small = rehearse.scaled("embedded/past", [], tmp_path)
     assert (small.model.path, small.rollout.student.max_new_tokens, small.run.cycles) == ("embedded", 34, 2)
 
 
