@@ -81,8 +81,8 @@ def fork_health(lines: Sequence[Mapping[str, float]]) -> list[str]:
         if share >= FORKS_SHARE and len(signs) >= 2:
             found.append(
                 f"the teacher's change lands on forks ({100 * share:.0f} % of the KL of {term} on the fifth of the "
-                f"positions where the student is least decided) while {' and '.join(signs)}: distillation closes them; "
-                "set method.forks = 'down-weight' or 'mask', or withhold less from the student"
+                f"positions where the student is least decided) while {' and '.join(signs)}: distillation may close "
+                "them; where method.forks is 'keep' set 'down-weight' or 'mask', or withhold less from the student"
             )
     return found
 
