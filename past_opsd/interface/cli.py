@@ -285,7 +285,7 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
         ),
         Command(
             "results",
-            "tables, intervals and figures from committed evidence; costs of runs",
+            "tables and figures from kept evidence; what runs cost",
             "rebuild --check",
             "interface.results",
         ),
