@@ -24,7 +24,7 @@ from past_opsd.policy.pretrained import on_disk
 from past_opsd.rollout.lab import Work
 from past_opsd.run import checkpoint
 from past_opsd.run.folder import RunFolder
-from past_opsd.run.resume import differences
+from past_opsd.run.resume import since
 from past_opsd.run.train import Session, session
 from past_opsd.tasks._rows import on_disk as data_on_disk
 
@@ -151,14 +151,12 @@ def whole(folder: Path) -> tuple[list[int], list[str]]:
 
 
 def _compare(saved: Any, parts: Session, path: Path) -> list[str]:
-    former = tuple(f"recipe.{key}: " for key in config.former(parts.recipe))
-    changes = [line for line in differences(saved, parts.identity) if not line.startswith(former)]
-    bad = [line for line in changes if line.startswith(tuple(f"{key}:" for key in _ESSENTIAL))]
+    changes = since(saved, parts.identity, parts.recipe)
+    bad = [f"  {key}: {old!r} -> {new!r}" for key, old, new in changes if key in _ESSENTIAL]
     if bad:
-        lines = "\n".join(f"  {line}" for line in bad)
-        raise PastError(f"{path} was trained on another model; restore what it had:\n{lines}")
+        raise PastError("\n".join([f"{path} was trained on another model; restore what it had:", *bad]))
     # A key that the run did not have yet has its default now.
-    return [f"changed since training: {line}" for line in changes if ": None -> " not in line]
+    return [f"changed since training: {key}: {old!r} -> {new!r}" for key, old, new in changes if old is not None]
 
 
 def teacher_adapter(parts: Session) -> Adapter:
