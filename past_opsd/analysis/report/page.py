@@ -58,7 +58,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure's panels with their SVG; those that an earlier figure has are named and led to instead of drawn again."""
+    """A figure's panels with their SVG; one that an earlier figure has is named and led to instead of drawn again."""
 
     figure: Figure
     panels: list[tuple[Panel, str]]
