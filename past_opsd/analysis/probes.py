@@ -122,12 +122,12 @@ def _continue(at: Boundary, attempts: Sequence[Attempt], views: Sequence[View]) 
         id_ = attempt.problem.id
         counts[id_] = counts.get(id_, -1) + 1
         work.append(Work(attempt.problem, view, derive_seed(at.seed, "probe", at.step, id_, "teacher", counts[id_])))
-    return at.parts.loop.attempt(work, at.parts.loop.rollout.teacher)
+    return at.session.loop.attempt(work, at.session.loop.rollout.teacher)
 
 
 def probe(at: Boundary, problems: Sequence[Problem], samples: int, split: str) -> dict[str, Any]:
     """Everything about one boundary, as plain data for RUN/probes/step-*.json."""
-    loop = at.parts.loop
+    loop = at.session.loop
     drawn = boundary.responses(at, problems, samples, "probe")
     if len({a.problem.id for a in drawn}) < 2:
         raise PastError("shuffling needs responses of at least two problems; raise --problems or model.max_context")
@@ -152,7 +152,7 @@ def probe(at: Boundary, problems: Sequence[Problem], samples: int, split: str) -
             "samples": samples,
             "split": split,
             "teacher_adapter": at.teacher,
-            "own_condition": boundary.own_condition(at.parts),
+            "own_condition": boundary.own_condition(at.session),
             "student": loop.rollout.student.model_dump(),
             "teacher": loop.rollout.teacher.model_dump(),
             "level": 0.95,
@@ -174,8 +174,8 @@ def probe(at: Boundary, problems: Sequence[Problem], samples: int, split: str) -
 
 
 def _fits(at: Boundary, attempt: Attempt, views: Mapping[str, View]) -> bool:
-    room = max(len(attempt.response.tokens), at.parts.loop.rollout.teacher.max_new_tokens)
-    return max(len(v.prompt) for v in views.values()) + room <= at.parts.loop.max_context
+    room = max(len(attempt.response.tokens), at.session.loop.rollout.teacher.max_new_tokens)
+    return max(len(v.prompt) for v in views.values()) + room <= at.session.loop.max_context
 
 
 def _estimates(
@@ -275,9 +275,9 @@ def probe_run(
 
 
 def _problems(at: Boundary, split: str) -> list[Problem]:
-    task = at.parts.task
+    task = at.session.task
     if split == "train":
-        return list(at.parts.loop.problems)
+        return list(at.session.loop.problems)
     problems = [p for part in task.evaluation().values() for p in part]
     if any(not p.solution for p in problems):
         raise PastError("--split evaluation: these problems have no reference solution for the teacher to read")

@@ -68,8 +68,8 @@ def prefixes(attempts: Sequence[Attempt], seed: int) -> list[Prefix]:
 
 def finish(at: Boundary, starts: Sequence[Start]) -> list[Attempt]:
     """The frozen student completes each response within the rollout's own limit; verified as whole responses."""
-    loop = at.parts.loop
-    stops, limit = at.parts.model.stops, loop.rollout.student.max_new_tokens
+    loop = at.session.loop
+    stops, limit = at.session.model.stops, loop.rollout.student.max_new_tokens
     rest: list[Response] = [Response((), "", (), bool(s.written) and s.written[-1] in stops) for s in starts]
     by_room: dict[int, list[int]] = defaultdict(list)
     for i, start in enumerate(starts):
@@ -87,13 +87,13 @@ def finish(at: Boundary, starts: Sequence[Start]) -> list[Attempt]:
 
 def _verified(at: Boundary, starts: Sequence[Start], rest: Sequence[Response]) -> list[Attempt]:
     ids = [s.written + r.tokens for s, r in zip(starts, rest, strict=True)]
-    texts = at.parts.model.tokenizer.batch_decode([list(i) for i in ids], skip_special_tokens=True)
+    texts = at.session.model.tokenizer.batch_decode([list(i) for i in ids], skip_special_tokens=True)
     whole = [
         Response(tokens, text, s.logprobs + r.logprobs, r.finished)
         for s, r, tokens, text in zip(starts, rest, ids, texts, strict=True)
     ]
     problems = [s.prefix.problem for s in starts]
-    verdicts = at.parts.loop.lab.verifier.verify(list(zip(problems, whole, strict=True)))
+    verdicts = at.session.loop.lab.verifier.verify(list(zip(problems, whole, strict=True)))
     views = [View("student", s.prefix.prompt) for s in starts]
     return [Attempt(p, v, y, r) for p, v, y, r in zip(problems, views, whole, verdicts, strict=True)]
 
@@ -121,8 +121,8 @@ def look(at: Boundary, found: Sequence[Prefix], completions: int, rollouts: int)
     seen = []
     for i, (h, tag) in enumerate(zip(found, tags, strict=True)):
         own = attempts[i * completions : (i + 1) * completions]
-        views = [at.parts.loop.method.teacher_view(a) for a in own]
-        if max(len(v.prompt) for v in views) + len(h.tokens) > at.parts.loop.max_context:
+        views = [at.session.loop.method.teacher_view(a) for a in own]
+        if max(len(v.prompt) for v in views) + len(h.tokens) > at.session.loop.max_context:
             continue
         q = boundary.next_token(at, [View(v.adapter, v.prompt + h.tokens) for v in views])
         p = boundary.next_token(at, [View("student", h.prompt + h.tokens)])[0]
@@ -154,7 +154,7 @@ def roll_out(at: Boundary, seen: Sequence[Seen]) -> list[Estimate]:
 
 def shift(at: Boundary, count: int, completions: int, rollouts: int) -> dict[str, Any]:
     """Everything about one boundary, as plain data for RUN/probes/shift-*.json."""
-    loop = at.parts.loop
+    loop = at.session.loop
     per_problem = -(-count // len(loop.problems))
     problems = boundary.pick(loop.problems, min(count, len(loop.problems)), at.seed, "shift", "problems")
     attempts = boundary.responses(at, problems, per_problem, "shift")[:count]
@@ -174,7 +174,7 @@ def shift(at: Boundary, count: int, completions: int, rollouts: int) -> dict[str
             "completions": completions,
             "rollouts": rollouts,
             "teacher_adapter": at.teacher,
-            "own_condition": boundary.own_condition(at.parts),
+            "own_condition": boundary.own_condition(at.session),
             "student": loop.rollout.student.model_dump(),
             "level": shift_estimates.LEVEL,
             "resamples": shift_estimates.RESAMPLES,

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from past_opsd.core.nouns import PastError
 from past_opsd.core.reading import read_bytes, read_toml
 from past_opsd.run.folder import REPORTED, RunFolder, runs_below
 
-LIVE_POLICY = f"{page.POLICY}; connect-src 'self'"
+LIVE_POLICY = page.LIVE_POLICY
 SCRIPT = page.ASSETS / "watch.js"
 WAIT = 10.0
 """Seconds in which a client must have sent its request, and take each part of the answer."""
@@ -121,7 +120,7 @@ class Watched:
             if self._kept is None or self._kept[0] != version or self._problem:
                 started = [run.folder for run in self._runs()[0] if run.cycle]
                 html, self._problem = self._try(started)
-                self._kept = self._kept if html is None else (version, _live(html))
+                self._kept = self._kept if html is None else (version, html)
             return self._kept or (version, _waiting(self._paths, self._problem))
 
     def _try(self, started: Sequence[Path]) -> tuple[str | None, str]:
@@ -175,29 +174,11 @@ def _text(runs: Sequence[Progress]) -> str:
 
 
 def _report(found: Sequence[Path]) -> str:
-    return report.render(data.find(found), trajectories=0)
-
-
-def _live(html: str) -> str:
-    """The report with a policy that lets it ask this server, and without the part that is left out."""
-    if page.POLICY not in html:
-        raise PastError("the report states no content security policy; watch.py does not fit the report")
-    hide = '<style>#trajectories, .toc a[href="#trajectories"] { display: none }</style></head>'
-    return html.replace(page.POLICY, LIVE_POLICY, 1).replace("</head>", hide, 1)
+    return report.render(data.find(found), trajectories=0, live=True)
 
 
 def _waiting(paths: Sequence[Path], problem: str = "") -> str:
-    names = ", ".join(f"<code>{escape(str(path))}</code>" for path in paths)
-    told = f"<p>{escape(problem)}</p>" if problem else ""
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Waiting</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{LIVE_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        "<style>body { font: 1rem/1.6 system-ui, sans-serif; max-width: 40rem; margin: 20vh auto; padding: 0 1rem }"
-        f"</style></head><body><h1>Waiting for the first cycle</h1><p>{names}</p>"
-        f"<p>The report appears here by itself as soon as a cycle is complete.</p>{told}</body></html>\n"
-    )
+    return page.TEMPLATES.get_template("waiting.html").render(policy=LIVE_POLICY, paths=paths, problem=problem)
 
 
 class Server(ThreadingHTTPServer):

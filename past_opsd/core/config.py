@@ -635,8 +635,8 @@ def _write_table(section: BaseModel, prefix: str, out: list[str]) -> None:
         else:
             if info.description:
                 out.append(f"# {info.description}")
-            out.append(f"{key} = {_toml(value)}" if value is not None else f"# {key} is not set")
-    out.extend(f"{toml_key(name)} = {_toml(value)}" for name, value in (section.model_extra or {}).items())
+            out.append(f"{key} = {toml_value(value)}" if value is not None else f"# {key} is not set")
+    out.extend(f"{toml_key(name)} = {toml_value(value)}" for name, value in (section.model_extra or {}).items())
     for key, value in tables:
         path = f"{prefix}.{key}" if prefix else key
         info = type(section).model_fields[key]
@@ -646,7 +646,8 @@ def _write_table(section: BaseModel, prefix: str, out: list[str]) -> None:
         _write_table(value, path, out)
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it; a text of several lines stays as it is, where TOML can read it again."""
     if isinstance(value, BaseModel):
         value = value.model_dump()
     if isinstance(value, bool):
@@ -657,9 +658,9 @@ def _toml(value: Any) -> str:
         plain = "'''" not in value and not value.endswith("'") and not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", value)
         return f"'''\n{value}'''" if "\n" in value and plain else _quoted(value)
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
+        return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{toml_key(k)} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
+        return "{ " + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + " }" if value else "{}"
     return str(value)
 
 

@@ -156,22 +156,22 @@ def _modes(section: PromptsSection, tokenizer: Any, problem: Problem) -> list[st
 # Training-data protocol
 
 
-def training_protocol(parts: Session, recipe: Recipe, problems: Sequence[Problem], watch: Watch) -> Row:
+def training_protocol(session: Session, recipe: Recipe, problems: Sequence[Problem], watch: Watch) -> Row:
     """The student reads X alone; the teacher reads what its method gives it; both fit with the whole response."""
     name = "Training-data protocol"
     wrong: list[list[str]] = []
     too_long = 0
     for problem, other in watch.each(name, zip(problems, [*problems[1:], problems[0]], strict=True)):
-        attempt = made_attempt(parts, problem, other)
-        teacher = parts.loop.method.teacher_view(attempt)
-        too_long += len(teacher.prompt) + recipe.rollout.student.max_new_tokens > parts.model.max_context
-        wrong.append(_data(parts, recipe, attempt, teacher))
+        attempt = made_attempt(session, problem, other)
+        teacher = session.loop.method.teacher_view(attempt)
+        too_long += len(teacher.prompt) + recipe.rollout.student.max_new_tokens > session.model.max_context
+        wrong.append(_data(session, recipe, attempt, teacher))
     note = f"{too_long} of {len(problems)} do not fit the context and would be dropped" if too_long else ""
     return Row.of(name, wrong, note)
 
 
-def _data(parts: Session, recipe: Recipe, attempt: Attempt, teacher: View) -> list[str]:
-    decode, problem = parts.model.tokenizer.decode, attempt.problem
+def _data(session: Session, recipe: Recipe, attempt: Attempt, teacher: View) -> list[str]:
+    decode, problem = session.model.tokenizer.decode, attempt.problem
     student = decode(list(attempt.view.prompt))
     wrong: list[str] = []
     if not _holds(decode, attempt.view.prompt, problem.text):
@@ -202,13 +202,13 @@ def _holds(decode: Callable[[list[int]], str], prompt: Tokens, text: str) -> boo
     return "".join(text.split()) in "".join(decode(list(prompt)).split())
 
 
-def made_attempt(parts: Session, problem: Problem, words: Problem | None = None, correct: bool = False) -> Attempt:
+def made_attempt(session: Session, problem: Problem, words: Problem | None = None, correct: bool = False) -> Attempt:
     """A problem's reference (its own, or that of `words`) in the place of a response: nothing need be sampled."""
     source = words or problem
     text = source.solution or source.answer
-    tokens = parts.loop.prompts.completion(text)
+    tokens = session.loop.prompts.completion(text)
     response = Response(tokens, text, (0.0,) * len(tokens), True)
-    view = View("student", parts.loop.prompts.student(problem))
+    view = View("student", session.loop.prompts.student(problem))
     return Attempt(problem, view, response, Verdict(correct, "correct" if correct else "wrong"))
 
 
@@ -234,29 +234,29 @@ class _Recording:
 
 
 def evaluation_protocol(
-    parts: Session, recipe: Recipe, repeats: int, watch: Watch, tokens: int, context: int | None = None
+    session: Session, recipe: Recipe, repeats: int, watch: Watch, tokens: int, context: int | None = None
 ) -> Row:
     """Held-out problems are held out, and a real evaluation of them does what the recipe states; for a recipe of the
-    paper, what the paper states. `parts` may be another model's; responses are cut after so many tokens.
+    paper, what the paper states. `session` may be another model's; responses are cut after so many tokens.
     """
     name = "Evaluation protocol"
     stated = recipe.evaluation
     short = stated.sampling.model_copy(update={"max_new_tokens": min(tokens, stated.sampling.max_new_tokens)})
     section = stated.model_copy(update={"sampling": short})
-    sets = {task: tuple(choose(problems, repeats)) for task, problems in parts.task.evaluation().items()}
+    sets = {task: tuple(choose(problems, repeats)) for task, problems in session.task.evaluation().items()}
     sets = {task: tuple({p.id: p for p in problems}.values()) for task, problems in sets.items()}
-    engine = _Recording(parts.loop.lab.engine)
-    run = parts.recipe.run.model_copy(update={"seed": recipe.run.seed, "evaluation_seed": recipe.run.evaluation_seed})
+    engine = _Recording(session.loop.lab.engine)
+    run = session.recipe.run.model_copy(update={"seed": recipe.run.seed, "evaluation_seed": recipe.run.evaluation_seed})
     looked = replace(
-        parts,
-        recipe=parts.recipe.model_copy(update={"evaluation": section, "run": run}),
-        task=Problems(parts.task.identity, (), sets, parts.task.style),
-        loop=replace(parts.loop, lab=replace(parts.loop.lab, engine=engine)),
+        session,
+        recipe=session.recipe.model_copy(update={"evaluation": section, "run": run}),
+        task=Problems(session.task.identity, (), sets, session.task.style),
+        loop=replace(session.loop, lab=replace(session.loop.lab, engine=engine)),
     )
     looked.evaluate(0)
-    training = {" ".join(p.text.split()) for p in parts.loop.problems}
+    training = {" ".join(p.text.split()) for p in session.loop.problems}
     paper = paper_differences(recipe) if recipe.name.startswith(PAPER) else []
-    limit = parts.model.max_context if context is None else context
+    limit = session.model.max_context if context is None else context
     wrong: list[list[str]] = []
     for problem in watch.each(name, [p for problems in sets.values() for p in problems]):
         found = [*paper]
@@ -264,23 +264,23 @@ def evaluation_protocol(
             found.append(f"held-out problem {problem.id} is also trained on")
         if not problem.answer:
             found.append(f"held-out problem {problem.id} has no answer to compare with")
-        prompt = parts.loop.prompts.evaluation(problem)
+        prompt = session.loop.prompts.evaluation(problem)
         if len(prompt) + stated.sampling.max_new_tokens > limit:
             found.append(f"prompts with evaluation.sampling.max_new_tokens do not fit the context of {limit} tokens")
-        found += _draws(parts, recipe, problem, section.sampling, engine.seen) + _truncated(parts, problem)
+        found += _draws(session, recipe, problem, section.sampling, engine.seen) + _truncated(session, problem)
         wrong.append(found)
     return Row.of(name, wrong, protocol_text(recipe))
 
 
 def _draws(
-    parts: Session,
+    session: Session,
     recipe: Recipe,
     problem: Problem,
     sampling: Sampling,
     seen: Sequence[tuple[Request, Sampling, Response]],
 ) -> list[str]:
     """What the evaluation asked the engine for, beside what the recipe states, and what the engine made of it."""
-    view = View("student", parts.loop.prompts.evaluation(problem))
+    view = View("student", session.loop.prompts.evaluation(problem))
     own = [(request, how, response) for request, how, response in seen if request.view == view]
     wrong: list[str] = []
     k = recipe.evaluation.samples
@@ -298,8 +298,8 @@ def _draws(
         ]
     if own and sampling.temperature > 0:
         request, _, response = own[0]
-        error = _off(parts, request.view, response, sampling.temperature)
-        if error > (0.2 if parts.model.head.dtype.itemsize == 2 else LOSS_BOUND):
+        error = _off(session, request.view, response, sampling.temperature)
+        if error > (0.2 if session.model.head.dtype.itemsize == 2 else LOSS_BOUND):
             wrong.append(
                 f"log-probabilities of evaluated responses are {error:.2g} off those at temperature "
                 f"{sampling.temperature:g}: the engine samples from another distribution"
@@ -308,18 +308,18 @@ def _draws(
 
 
 @torch.no_grad()
-def _off(parts: Session, view: View, response: Response, temperature: float) -> float:
+def _off(session: Session, view: View, response: Response, temperature: float) -> float:
     """The largest difference of a response's log-probabilities from those of the model at a temperature."""
-    states = parts.model.hidden([(view, response.tokens)])
-    logp = parts.model.log_probs(states, temperature)
+    states = session.model.hidden([(view, response.tokens)])
+    logp = session.model.log_probs(states, temperature)
     own = logp.gather(-1, torch.tensor(response.tokens, device=logp.device).unsqueeze(-1)).squeeze(-1)
     return float((own.cpu() - torch.tensor(response.logprobs)).abs().max())
 
 
-def _truncated(parts: Session, problem: Problem) -> list[str]:
+def _truncated(session: Session, problem: Problem) -> list[str]:
     """A response that the token limit cut counts as a failure, whatever stands in it."""
     text = f"{problem.solution}\n\\boxed{{{problem.answer}}}"
-    (verdict,) = parts.loop.lab.verifier.verify([(problem, Response((0,), text, (0.0,), False))])
+    (verdict,) = session.loop.lab.verifier.verify([(problem, Response((0,), text, (0.0,), False))])
     return ["a response that was cut at the token limit counts as right"] if verdict.correct else []
 
 
@@ -352,13 +352,13 @@ def protocol_text(recipe: Recipe) -> str:
 # The recipe's objectives
 
 
-def made_terms(parts: Session, problem: Problem, other: Problem) -> dict[Adapter, list[Term]]:
+def made_terms(session: Session, problem: Problem, other: Problem) -> dict[Adapter, list[Term]]:
     """Both phases' terms on one right and one wrong response to a problem, with continuations of both outcomes.
 
     The wrong response and continuations are in the words of another problem's reference.
     """
-    method = parts.loop.method
-    right, wrong = made_attempt(parts, problem, correct=True), made_attempt(parts, problem, other)
+    method = session.loop.method
+    right, wrong = made_attempt(session, problem, correct=True), made_attempt(session, problem, other)
     batch = route([_cut(right), _cut(wrong)] if method.rollouts else [], [problem, other])
 
     def draw(requests: Sequence[tuple[int, int]]) -> list[Attempt]:
@@ -384,28 +384,28 @@ def losses_of(terms: Iterable[Term]) -> list[tuple[Callable[..., Any], bool, flo
     return [(t.loss, t.frozen is not None, t.temperature) for t in found.values()]
 
 
-def numerics(parts: Session, size: Size, repeats: int, watch: Watch) -> list[Row]:
+def numerics(session: Session, size: Size, repeats: int, watch: Watch) -> list[Row]:
     """The recipe's own objectives in the chosen implementation against their definitions in float32 autograd: the
     whole gradient of both phases, and every loss on made states of a model's size where its clip binds.
     """
-    section = parts.recipe.learner
+    section = session.recipe.learner
     errors: list[float] = []
     cosines: list[float] = []
     failures: list[str] = []
-    problems = choose(parts.loop.problems, repeats + 1)
+    problems = choose(session.loop.problems, repeats + 1)
     pairs = list(pairwise(problems))
     for repeat, (problem, other) in enumerate(watch.each("Batch loss and gradient", pairs)):
-        phases = made_terms(parts, problem, other)
+        phases = made_terms(session, problem, other)
         losses = losses_of(term for terms in phases.values() for term in terms)
         error, cosine = exact.made(section.implementation, losses, size, seed=repeat)
         for phase, terms in phases.items():
             try:
-                value, gradient = parts.learner.gradient(phase, terms)
+                value, gradient = session.learner.gradient(phase, terms)
             except NonFiniteError as failure:
                 failures.append(str(failure))
                 error, cosine = float("inf"), -1.0
                 continue
-            want, slope = exact.gradient(parts.model, phase, terms, section.reduction)
+            want, slope = exact.gradient(session.model, phase, terms, section.reduction)
             error = max(error, abs(value - want))
             cosine = min(cosine, exact.alike(gradient, slope))
         errors.append(error)
@@ -423,25 +423,27 @@ def numerics(parts: Session, size: Size, repeats: int, watch: Watch) -> list[Row
 # CPU semantic tests
 
 
-def semantics(parts: Session, repeats: int, watch: Watch, note: str = "") -> Row:
-    """What holds whatever the model, `SEMANTICS`; the adapters of `parts` must be off the identity, and one moves."""
+def semantics(session: Session, repeats: int, watch: Watch, note: str = "") -> Row:
+    """What holds whatever the model, `SEMANTICS`; the adapters of `session` must be off the identity, and one moves."""
     name = "CPU semantic tests"
     observed: list[float] = []
     wrong: list[str] = []
-    problems = choose(parts.loop.problems, repeats + 1)
+    problems = choose(session.loop.problems, repeats + 1)
     for problem, other in watch.each(name, list(pairwise(problems))):
-        failed = [text for text, holds in SEMANTICS.items() if not holds(parts, problem, other)]
+        failed = [text for text, holds in SEMANTICS.items() if not holds(session, problem, other)]
         wrong += failed
         observed.append(1 - len(failed) / len(SEMANTICS))
     said = "; ".join(f"it does not hold that {text}" for text in dict.fromkeys(wrong))
     return Row(name, observed, sum(value == 1.0 for value in observed), ". ".join(filter(None, [said, note])))
 
 
-def outcome_is_hidden(parts: Session, problem: Problem, other: Problem) -> bool:
+def outcome_is_hidden(session: Session, problem: Problem, other: Problem) -> bool:
     """No prompt of the teacher depends on the verdict, unless the method is defined so."""
-    if parts.loop.method.tells_outcome:
+    if session.loop.method.tells_outcome:
         return True
-    views = [parts.loop.method.teacher_view(made_attempt(parts, problem, other, correct)) for correct in (True, False)]
+    views = [
+        session.loop.method.teacher_view(made_attempt(session, problem, other, correct)) for correct in (True, False)
+    ]
     return views[0] == views[1]
 
 
@@ -450,18 +452,18 @@ def match(attempt: Attempt, frozen: View) -> Term:
     return distill(attempt, frozen, Match(), 1.0)
 
 
-def equal_contexts(parts: Session, problem: Problem, other: Problem) -> bool:
+def equal_contexts(session: Session, problem: Problem, other: Problem) -> bool:
     """The same view twice: the divergence and its gradient vanish, so prompts and tokens are aligned."""
-    attempt = made_attempt(parts, problem)
-    value, gradient = parts.learner.gradient("student", [match(attempt, attempt.view)])
+    attempt = made_attempt(session, problem)
+    value, gradient = session.learner.gradient("student", [match(attempt, attempt.view)])
     return abs(value) < 1e-5 and float(gradient.abs().max()) < 1e-4
 
 
-def as_stated(parts: Session, problem: Problem, other: Problem) -> bool:
+def as_stated(session: Session, problem: Problem, other: Problem) -> bool:
     """Every term has the loss, the clip, the temperature and the forks that the recipe's method states."""
-    options = config.ask_method(parts.recipe)
+    options = config.ask_method(session.recipe)
     stated = options.losses()
-    for terms in made_terms(parts, problem, other).values():
+    for terms in made_terms(session, problem, other).values():
         for term in terms:
             if stated and (term.name not in stated or Loss.of(term.loss).key != Loss.of(stated[term.name]).key):
                 return False
@@ -472,28 +474,28 @@ def as_stated(parts: Session, problem: Problem, other: Problem) -> bool:
     return True
 
 
-def rewards_success(parts: Session, problem: Problem, other: Problem) -> bool:
+def rewards_success(session: Session, problem: Problem, other: Problem) -> bool:
     """A policy gradient's step makes what succeeded likelier and what failed less likely."""
-    success, failure = (_cut(made_attempt(parts, problem, words)).response.tokens for words in (problem, other))
-    for phase, terms in made_terms(parts, problem, other).items():
+    success, failure = (_cut(made_attempt(session, problem, words)).response.tokens for words in (problem, other))
+    for phase, terms in made_terms(session, problem, other).items():
         for term in terms:
             if not isinstance(term.loss, Advantaged) or not term.loss.advantage or success == failure:
                 continue
             right = (term.tokens == success) == (term.loss.advantage > 0)
-            _, step = parts.learner.gradient(phase, [replace(term, weight=1.0, forks=None)])
-            _, likelier = exact.gradient(parts.model, phase, [exact.imitation(term)], "sequence")
+            _, step = session.learner.gradient(phase, [replace(term, weight=1.0, forks=None)])
+            _, likelier = exact.gradient(session.model, phase, [exact.imitation(term)], "sequence")
             towards = exact.alike(step, likelier) > 0  # the gradient of -log pi points away from the tokens
             if not right or towards != (term.loss.advantage > 0):
                 return False
     return True
 
 
-def one_moves(parts: Session, problem: Problem, other: Problem) -> bool:
+def one_moves(session: Session, problem: Problem, other: Problem) -> bool:
     """A step of the student moves the student alone."""
-    teacher, student = (parts.model.digest(adapter) for adapter in ("teacher", "student"))
-    attempt = made_attempt(parts, problem)
-    parts.learner.step("student", [match(attempt, View("base", attempt.view.prompt))])
-    return parts.model.digest("teacher") == teacher and parts.model.digest("student") != student
+    teacher, student = (session.model.digest(adapter) for adapter in ("teacher", "student"))
+    attempt = made_attempt(session, problem)
+    session.learner.step("student", [match(attempt, View("base", attempt.view.prompt))])
+    return session.model.digest("teacher") == teacher and session.model.digest("student") != student
 
 
 SEMANTICS: Mapping[str, Callable[[Session, Problem, Problem], bool]] = {

@@ -125,7 +125,7 @@ def look_into(run: Path) -> list[str]:
     """What the teacher of a run uses, and what of it can reach the student; both are kept in the run's folder."""
     step, _ = boundary.choose(run, None)
     with boundary.opened(run, step) as at:
-        problems = boundary.pick(at.parts.loop.problems, 64, at.seed, "probe", "problems")
+        problems = boundary.pick(at.session.loop.problems, 64, at.seed, "probe", "problems")
         probed, shifted = probe(at, problems, 4, "train"), shift(at, 24, 16, 16)
     at.run.write_probe(step, probed)
     at.run.write_shift(step, shifted)

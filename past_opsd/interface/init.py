@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 from collections.abc import Mapping
@@ -101,7 +100,8 @@ def look(args: argparse.Namespace) -> Look:
         sets |= benchmarks.sources([name.strip() for name in args.benchmark.split(",")], {})
     found = Look(args.extends, args.model, args.data, sets)
     loaded = _data(found, parent, args)
-    settings = [f"model.path={json.dumps(args.model)}", f"task.train={json.dumps(args.data)}", "model.dtype=auto"]
+    named = {"model.path": args.model, "task.train": args.data}
+    settings = [*(f"{key}={config.toml_value(value)}" for key, value in named.items()), "model.dtype=auto"]
     draft = config.load(args.extends, [*settings, "model.max_context=1000000000"])
     _template(found, draft)
     _lengths(found, draft, loaded)
@@ -179,7 +179,7 @@ def _lengths(found: Look, draft: Recipe, loaded: Loaded) -> None:
 
 def compose(found: Look, recipe: Path) -> str:
     """The recipe's text: what is one's own, each key with its reason; the rest is inherited."""
-    toml = json.dumps
+    toml = config.toml_value
     lines = [
         f"#:schema ./{SCHEMA}",
         f"# What is not said here is as in {found.parent}; 'past show {recipe}' prints the whole, every key explained.",

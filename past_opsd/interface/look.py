@@ -38,14 +38,14 @@ def inspect(console: Console, recipe: Recipe, index: int, dry: bool) -> None:
         attempt = Attempt(problem, view, response, Verdict(False, "not verified: the reference stands in for it"))
         _show(console, tokenizer, prompts, method, attempt)
         return
-    with session(recipe) as parts:
-        if not parts.loop.method.rollouts:
+    with session(recipe) as assembled:
+        if not assembled.loop.method.rollouts:
             raise PastError(f"'{recipe.method.name}' trains on the reference itself and samples nothing: use --dry")
-        _within(index, len(parts.loop.problems))
+        _within(index, len(assembled.loop.problems))
         k = index // recipe.rollout.problems_per_cycle
-        attempts = parts.loop.attempts(k, parts.loop.take(k))
+        attempts = assembled.loop.attempts(k, assembled.loop.take(k))
         chosen = attempts[index % len(attempts)]
-        _show(console, parts.model.tokenizer, parts.loop.prompts, parts.loop.method, chosen)
+        _show(console, assembled.model.tokenizer, assembled.loop.prompts, assembled.loop.method, chosen)
 
 
 def _within(index: int, count: int) -> None:

@@ -72,11 +72,11 @@ class Learner:
         return self._model.versions
 
     @torch.no_grad()
-    def blend(self, source: Adapter, target: Adapter, share: float) -> None:
-        """target <- (1 - share) * target + share * source, factor by factor of the LoRA product."""
+    def merge(self, source: Adapter, target: Adapter, weight: float) -> None:
+        """target <- (1 - weight) * target + weight * source, factor by factor of the LoRA product: a step of an EMA."""
         pairs = zip(self._model.parameters(source).values(), self._model.parameters(target).values(), strict=True)
         for mine, theirs in pairs:
-            theirs.lerp_(mine, share)
+            theirs.lerp_(mine, weight)
         self._model.bump(target)
 
     def reset(self, adapter: Adapter) -> None:

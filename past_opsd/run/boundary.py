@@ -24,7 +24,7 @@ from past_opsd.policy.pretrained import on_disk
 from past_opsd.rollout.lab import Work
 from past_opsd.run import checkpoint
 from past_opsd.run.folder import RunFolder
-from past_opsd.run.resume import differences
+from past_opsd.run.resume import since
 from past_opsd.run.train import Session, session
 from past_opsd.tasks._rows import on_disk as data_on_disk
 
@@ -38,7 +38,7 @@ _COPIES = 8
 class Boundary:
     """A run's parts at one boundary."""
 
-    parts: Session
+    session: Session
     run: RunFolder
     teacher: Adapter
     step: int = 0
@@ -46,21 +46,21 @@ class Boundary:
 
     @property
     def seed(self) -> int:
-        return self.parts.recipe.run.seed
+        return self.session.recipe.run.seed
 
     def move(self, step: int) -> None:
         """Load both adapters of another checkpoint and let the engine serve them."""
         path = self.run.checkpoint(step)
         state = checkpoint.read_state(path)
-        self.notes = _compare(state.get("identity"), self.parts, path)
-        checkpoint.load_adapters(self.parts.model, path)
-        checkpoint.restore_method(path, state, self.parts.loop.method)
-        self.parts.loop.publish()
+        self.notes = _compare(state.get("identity"), self.session, path)
+        checkpoint.load_adapters(self.session.model, path)
+        checkpoint.restore_method(path, state, self.session.loop.method)
+        self.session.loop.publish()
         self.step = step
 
     def description(self) -> dict[str, Any]:
         """Which run, which step: the head of every file written about it."""
-        recipe = self.parts.recipe
+        recipe = self.session.recipe
         return {"step": self.step, "recipe": recipe.name, "method": recipe.method.name, "seed": self.seed}
 
 
@@ -69,8 +69,8 @@ def opened(folder: Path, step: int, trust: bool = False) -> Iterator[Boundary]:
     """The run at the checkpoint of this step. Code that its recipe names is run only with `trust`."""
     run = RunFolder(folder)
     require_trust(run, entrusted(run.recipe()), trust)
-    with session(config.load(run.recipe_file)) as parts:
-        boundary = Boundary(parts, run, teacher_adapter(parts))
+    with session(config.load(run.recipe_file)) as assembled:
+        boundary = Boundary(assembled, run, teacher_adapter(assembled))
         boundary.move(step)
         yield boundary
 
@@ -150,44 +150,42 @@ def whole(folder: Path) -> tuple[list[int], list[str]]:
     return [step for step, problem in problems.items() if problem is None], notes
 
 
-def _compare(saved: Any, parts: Session, path: Path) -> list[str]:
-    former = tuple(f"recipe.{key}: " for key in config.former(parts.recipe))
-    changes = [line for line in differences(saved, parts.identity) if not line.startswith(former)]
-    bad = [line for line in changes if line.startswith(tuple(f"{key}:" for key in _ESSENTIAL))]
+def _compare(saved: Any, session: Session, path: Path) -> list[str]:
+    changes = since(saved, session.identity, session.recipe)
+    bad = [f"  {key}: {old!r} -> {new!r}" for key, old, new in changes if key in _ESSENTIAL]
     if bad:
-        lines = "\n".join(f"  {line}" for line in bad)
-        raise PastError(f"{path} was trained on another model; restore what it had:\n{lines}")
+        raise PastError("\n".join([f"{path} was trained on another model; restore what it had:", *bad]))
     # A key that the run did not have yet has its default now.
-    return [f"changed since training: {line}" for line in changes if ": None -> " not in line]
+    return [f"changed since training: {key}: {old!r} -> {new!r}" for key, old, new in changes if old is not None]
 
 
-def teacher_adapter(parts: Session) -> Adapter:
+def teacher_adapter(session: Session) -> Adapter:
     """Whose weights the run's teacher has; refuses methods without a privileged teacher."""
-    view = own_view(parts)
-    name = parts.recipe.method.name
+    view = own_view(session)
+    name = session.recipe.method.name
     if view.adapter == "expert":
         raise PastError(f"method '{name}' learns from a separate expert that reads the prefix alone: nothing to probe")
-    if view == _prototype(parts).view:
+    if view == _prototype(session).view:
         raise PastError(f"method '{name}' has no privileged teacher: there is nothing to probe")
     return view.adapter
 
 
-def own_view(parts: Session) -> View:
+def own_view(session: Session) -> View:
     """What the run's own teacher reads for an empty, correct attempt at the first problem."""
-    return parts.loop.method.teacher_view(_prototype(parts))
+    return session.loop.method.teacher_view(_prototype(session))
 
 
-def own_condition(parts: Session) -> str:
+def own_condition(session: Session) -> str:
     """Which prompt the run's own teacher reads: a probe's 'matching' or 'removed', else 'reference' or 'other'."""
-    problem, prompts = parts.loop.problems[0], parts.loop.prompts
+    problem, prompts = session.loop.problems[0], session.loop.prompts
     known = {prompts.reference(problem): "reference"}  # where it is the removed one, that is what a probe calls it
     known |= {prompts.hindsight(problem, ""): "matching", prompts.removed(problem): "removed"}
-    return known.get(own_view(parts).prompt, "other")
+    return known.get(own_view(session).prompt, "other")
 
 
-def _prototype(parts: Session) -> Attempt:
-    problem = parts.loop.problems[0]
-    view = View("student", parts.loop.prompts.student(problem))
+def _prototype(session: Session) -> Attempt:
+    problem = session.loop.problems[0]
+    view = View("student", session.loop.prompts.student(problem))
     return Attempt(problem, view, Response((), "", (), True), Verdict(True, "correct"))
 
 
@@ -199,7 +197,7 @@ def pick(problems: Sequence[Problem], count: int, *seed: int | str) -> list[Prob
 
 def responses(at: Boundary, problems: Sequence[Problem], samples: int, role: str) -> list[Attempt]:
     """Fresh student responses from X alone; problems whose prompt leaves no room are left out."""
-    loop = at.parts.loop
+    loop = at.session.loop
     work = [
         Work(problem, View("student", prompt), derive_seed(at.seed, role, at.step, problem.id, "student", sample))
         for problem in problems
@@ -221,7 +219,7 @@ def along(
     A path is token ids with the views that read them, of the same adapters in the same order in every path.
     `measure` gets one [rows, V] a view and gives [K, rows].
     """
-    learner, model = at.parts.recipe.learner, at.parts.model
+    learner, model = at.session.recipe.learner, at.session.model
     widths = [max(len(v.prompt) for v in views) + len(tokens) for views, tokens in paths]
     out: list[Any] = [None] * len(paths)
     for batch in packing.batches(widths, learner.token_budget):
@@ -245,10 +243,10 @@ def _by_chunks(
 @torch.no_grad()
 def next_token(at: Boundary, views: Sequence[View]) -> np.ndarray:
     """The next token's distribution after each view's prompt, float64 [views, V]; one adapter for all."""
-    model = at.parts.model
+    model = at.session.model
     distinct = list(dict.fromkeys(views))
     out = np.empty((len(distinct), len(model.head)))
-    for batch in packing.batches([len(v.prompt) for v in distinct], at.parts.recipe.learner.token_budget):
+    for batch in packing.batches([len(v.prompt) for v in distinct], at.session.recipe.learner.token_budget):
         # The one token only marks the position that predicts it; it is not read.
         states = model.hidden([(distinct[i], (0,)) for i in batch])
         out[batch] = torch.softmax(model.logits(states).double(), dim=-1).cpu().numpy()

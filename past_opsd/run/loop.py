@@ -41,7 +41,7 @@ class Learner(Protocol):
 
     def step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]: ...
 
-    def blend(self, source: Adapter, target: Adapter, share: float) -> None: ...
+    def merge(self, source: Adapter, target: Adapter, weight: float) -> None: ...
 
     def reset(self, adapter: Adapter) -> None: ...
 
@@ -124,9 +124,9 @@ class Loop:
         metrics |= self._step("student", self.method.student_terms(batch))
 
         phase("publish")
-        share = self.method.sync()
-        if share:
-            self.learner.blend("student", "teacher", share)
+        weight = self.method.sync()
+        if weight:
+            self.learner.merge("student", "teacher", weight)
         self.publish()
         self.method.end_cycle(groups)
         wanted = len(asked) * self.rollout.samples_per_problem if self.method.rollouts else 0
@@ -208,7 +208,7 @@ class Loop:
 
     def copy(self, source: Adapter, target: Adapter) -> None:
         """Make one adapter equal to another and forget its optimizer's state."""
-        self.learner.blend(source, target, 1.0)
+        self.learner.merge(source, target, 1.0)
         self.learner.reset(target)
         self.publish()
 

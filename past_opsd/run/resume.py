@@ -51,10 +51,8 @@ def continued(run: RunFolder, state: Mapping[str, Any], recipe: Recipe, identity
     refused: list[str] = []
     notes: list[str] = []
     places, done = config.places(recipe), state["next_cycle"]
-    for key, old, new in changes(state.get("identity"), identity):
+    for key, old, new in since(state.get("identity"), identity, recipe):
         name = key.removeprefix("recipe.")
-        if name in config.former(recipe):
-            continue
         told = f"{key}: {old!r} -> {new!r}"
         if name in places and all(isinstance(value, str) for value in (old, new)):
             notes.append(f"{name} is {new} now, not {old}; what is read there is the same")
@@ -108,6 +106,12 @@ def changes(saved: Any, current: Any, path: str = "") -> list[tuple[str, Any, An
         inner = ((key, saved.get(key), current.get(key)) for key in keys)
         return [leaf for key, a, b in inner for leaf in changes(a, b, f"{path}.{key}" if path else key)]
     return [] if saved == current else [(path, saved, current)]
+
+
+def since(saved: Any, identity: Mapping[str, Any], recipe: Recipe) -> list[tuple[str, Any, Any]]:
+    """What differs between a saved identity and a run's, without keys of older recipes that changed nothing."""
+    former = {f"recipe.{key}" for key in config.former(recipe)}
+    return [change for change in changes(saved, identity) if change[0] not in former]
 
 
 def differences(saved: Any, current: Any) -> list[str]:

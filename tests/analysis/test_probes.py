@@ -79,22 +79,22 @@ def test_each_condition_reads_its_own_prompt(past):
 
 def logits_of(at: boundary.Boundary, view: View, tokens: tuple[int, ...]) -> np.ndarray:
     """Next-token probabilities along `tokens`, from the whole network's own logits."""
-    at.parts.model.activate(view.adapter)
+    at.session.model.activate(view.adapter)
     ids = torch.tensor([view.prompt + tokens])
     with torch.no_grad():
-        logits = at.parts.model.network(input_ids=ids).logits[0, len(view.prompt) - 1 : -1]
+        logits = at.session.model.network(input_ids=ids).logits[0, len(view.prompt) - 1 : -1]
     return torch.softmax(logits.double(), -1).numpy()
 
 
 def test_every_number_of_a_response_is_what_the_network_says(finished: Path):
     with boundary.opened(finished, 2) as at:
         # Chunks of one row: the means must not notice.
-        small = at.parts.recipe.learner.model_copy(update={"loss_memory_mib": 0, "token_budget": 150})
-        at.parts.recipe = at.parts.recipe.model_copy(update={"learner": small})
-        attempts = boundary.responses(at, at.parts.loop.problems[:4], 2, "test")
+        small = at.session.recipe.learner.model_copy(update={"loss_memory_mib": 0, "token_budget": 150})
+        at.session.recipe = at.session.recipe.model_copy(update={"learner": small})
+        attempts = boundary.responses(at, at.session.loop.problems[:4], 2, "test")
         donors = probes.donors(attempts, 1)
         views = [
-            probes.teacher_views(at.parts.loop.prompts, at.teacher, a, attempts[j])
+            probes.teacher_views(at.session.loop.prompts, at.teacher, a, attempts[j])
             for a, j in zip(attempts, donors, strict=True)
         ]
         measured = probes.measure(at, attempts, views)
@@ -118,9 +118,9 @@ def test_every_number_of_a_response_is_what_the_network_says(finished: Path):
 
 def test_both_adapters_are_those_of_the_checkpoint(finished: Path, tmp_path: Path):
     with boundary.opened(finished, 2) as at:
-        at.parts.model.save_adapter("student", tmp_path)
+        at.session.model.save_adapter("student", tmp_path)
         student = (tmp_path / "adapter_model.safetensors").read_bytes()
-        at.parts.model.save_adapter("teacher", tmp_path)
+        at.session.model.save_adapter("teacher", tmp_path)
         teacher = (tmp_path / "adapter_model.safetensors").read_bytes()
     saved = RunFolder(finished).checkpoint(2)
     assert student == (saved / "adapter_model.safetensors").read_bytes()
@@ -129,8 +129,8 @@ def test_both_adapters_are_those_of_the_checkpoint(finished: Path, tmp_path: Pat
 
 def test_conditions_share_seeds_and_samples_do_not(finished: Path):
     with boundary.opened(finished, 2) as at:
-        attempts = boundary.responses(at, at.parts.loop.problems[:8], 2, "test")
-        views = [View("teacher", at.parts.loop.prompts.removed(a.problem)) for a in attempts]
+        attempts = boundary.responses(at, at.session.loop.problems[:8], 2, "test")
+        views = [View("teacher", at.session.loop.prompts.removed(a.problem)) for a in attempts]
         first, second = (probes._continue(at, attempts, views) for _ in range(2))
         assert [c.response for c in first] == [c.response for c in second]
         assert any(a.response != b.response for a, b in zip(first[::2], first[1::2], strict=True))
@@ -298,12 +298,12 @@ def test_the_teacher_is_the_one_that_the_method_uses(small_recipe, name: str, ad
 
 def test_what_does_not_fit_is_dropped_and_counted(finished: Path):
     with boundary.opened(finished, 2) as at:
-        prompts, problems = at.parts.loop.prompts, at.parts.loop.problems[:6]
+        prompts, problems = at.session.loop.prompts, at.session.loop.problems[:6]
         longest = max(len(prompts.hindsight(p, "")) for p in problems)
-        at.parts.loop.max_context = longest + 34 + 14
+        at.session.loop.max_context = longest + 34 + 14
         found = probes.probe(at, problems, 2, "train")
         assert 0 < found["counts"]["dropped"] == 12 - found["counts"]["responses"] < 12
-        at.parts.loop.max_context = 10
+        at.session.loop.max_context = 10
         with pytest.raises(PastError, match="max_context"):
             probes.probe(at, problems, 2, "train")
 

@@ -209,8 +209,8 @@ Whole = tuple[int, Response, float]
 
 def enumerate_completions(at: Boundary, prefix: Prefix, roots: list[tuple[int, ...]]) -> Iterator[Whole]:
     """Every whole response that begins with a root: which root, the response, its probability given the root."""
-    stops, limit = at.parts.model.stops, at.parts.loop.rollout.student.max_new_tokens
-    decode = at.parts.model.tokenizer.decode
+    stops, limit = at.session.model.stops, at.session.loop.rollout.student.max_new_tokens
+    decode = at.session.model.tokenizer.decode
     level = [(root, y, 1.0) for root, y in enumerate(roots)]
     while level:
         going = []
@@ -230,11 +230,11 @@ def enumerate_completions(at: Boundary, prefix: Prefix, roots: list[tuple[int, .
 
 
 def enumerated(at: Boundary, prefix: Prefix) -> Exact:
-    problem, verify = prefix.problem, at.parts.loop.lab.verifier.verify
+    problem, verify = prefix.problem, at.session.loop.lab.verifier.verify
     _, responses, mass = zip(*enumerate_completions(at, prefix, [prefix.tokens]), strict=True)
     assert sum(mass) > 0.999
     verdicts = verify([(problem, r) for r in responses])
-    prompts = [at.parts.loop.prompts.hindsight(problem, r.text) for r in responses]
+    prompts = [at.session.loop.prompts.hindsight(problem, r.text) for r in responses]
     q = boundary.next_token(at, [View("teacher", prompt + prefix.tokens) for prompt in prompts])
     p = boundary.next_token(at, [View("student", prefix.prompt + prefix.tokens)])[0]
     actions = [int(a) for a in np.flatnonzero(np.maximum(q.max(0), p) > 1e-4)]
@@ -255,8 +255,8 @@ def opened(finished: Path) -> Iterator[Boundary]:
 def exact(opened: Boundary) -> Exact:
     """A prefix before the last digits, where the student errs now and then and the teacher knows what it wrote."""
     found = []
-    for a in boundary.responses(opened, opened.parts.loop.problems[:48], 1, "fork"):
-        signs = [t for t, y in enumerate(a.response.tokens) if opened.parts.model.tokenizer.decode([y]) == "="]
+    for a in boundary.responses(opened, opened.session.loop.problems[:48], 1, "fork"):
+        signs = [t for t, y in enumerate(a.response.tokens) if opened.session.model.tokenizer.decode([y]) == "="]
         found += [Prefix(a.problem, a.view.prompt, a.response.tokens[: t + 1], (), 0) for t in signs[-1:]]
     seen = [s for s in shift.look(opened, found, completions=8, rollouts=1) if 0.2 < s.split.failure < 0.8]
     return enumerated(opened, max(seen, key=lambda s: s.split.privileged).prefix)
@@ -303,11 +303,11 @@ def test_the_bound_holds_where_everything_is_known(exact: Exact):
 
 
 def test_a_started_response_is_finished_within_the_rollouts_limit(opened: Boundary):
-    (a,) = boundary.responses(opened, opened.parts.loop.problems[:1], 1, "finish")
-    y, limit = a.response.tokens, opened.parts.loop.rollout.student.max_new_tokens
+    (a,) = boundary.responses(opened, opened.session.loop.problems[:1], 1, "finish")
+    y, limit = a.response.tokens, opened.session.loop.rollout.student.max_new_tokens
     prefix = Prefix(a.problem, a.view.prompt, y[:3], a.response.logprobs[:3], len(y))
     full = (*y[:3], *[y[3]] * (limit - 3))
-    assert not opened.parts.model.stops & set(full)
+    assert not opened.session.model.stops & set(full)
     starts = [Start(prefix, y, (), 1), Start(prefix, full, (), 1), Start(prefix, full[:-1], (), 1)]
     starts += [Start(prefix, y[:3], y_logprobs, seed) for seed, y_logprobs in enumerate([(0.0,) * 3] * 6)]
     ended, cut, last, *rest = shift.finish(opened, starts)
@@ -321,7 +321,7 @@ def test_a_started_response_is_finished_within_the_rollouts_limit(opened: Bounda
         assert attempt.response.tokens[:3] == y[:3]
         assert len(attempt.response.tokens) <= limit
         assert len(attempt.response.logprobs) == len(attempt.response.tokens)
-        assert attempt.response.text == opened.parts.model.tokenizer.decode(
+        assert attempt.response.text == opened.session.model.tokenizer.decode(
             attempt.response.tokens, skip_special_tokens=True
         )
         assert attempt.view.prompt == a.view.prompt
@@ -395,6 +395,6 @@ def test_bad_input_is_one_clear_message(finished: Path, tmp_path: Path):
     with pytest.raises(PastError, match="completions is 1; it must be at least 2"):
         commands.shift(parsed(finished, "--completions", "1"))
     with boundary.opened(finished, 1) as at:
-        at.parts.loop.max_context = 45
+        at.session.loop.max_context = 45
         with pytest.raises(PastError, match="max_context"):
             shift.shift(at, 4, 2, 1)

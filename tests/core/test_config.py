@@ -147,7 +147,7 @@ def test_removed_is_hindsight_without_the_attempt():
 
 def test_toml_strings_survive():
     for text in ("plain", 'with "quotes"', "back\\slash", "two\nlines \\boxed{}", "unicode ½"):
-        assert tomllib.loads(f"v = {config._toml(text)}")["v"] == text
+        assert tomllib.loads(f"v = {config.toml_value(text)}")["v"] == text
 
 
 def test_a_child_does_not_inherit_its_parents_description(tmp_path: Path):

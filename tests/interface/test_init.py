@@ -63,11 +63,12 @@ def test_a_recipe_from_a_look_at_model_and_data(
 
 
 def test_what_comes_next_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    lines(tmp_path / "train.jsonl", ROWS)
+    lines(tmp_path / "train \N{ROCKET}.jsonl", ROWS)
     monkeypatch.chdir(tmp_path)
-    assert main(["init", "my [b]recipes[/b]/a b.toml", "--model", "embedded", "--data", "train.jsonl"]) == 0
+    assert main(["init", "my [b]recipes[/b]/a b.toml", "--model", "embedded", "--data", "train \N{ROCKET}.jsonl"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert shlex.split(last)[-2:] == ["train", "my [b]recipes[/b]/a b.toml"]
+    assert config.load("my [b]recipes[/b]/a b.toml").task.train == str(tmp_path / "train \N{ROCKET}.jsonl")
 
 
 def test_a_column_can_be_named_where_none_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

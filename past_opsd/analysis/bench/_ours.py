@@ -71,21 +71,21 @@ def run(pipe: Connection, plan: Plan) -> None:
     """Serve steps, the peak so far, phases and products of a step."""
     recipe = plan.load()
     torch.set_num_threads(plan.threads)
-    parts = assemble(recipe, Alternating())
-    parts.loop.problems = parts.loop.problems[: plan.prompts]
-    never = len(parts.model.head)  # no token has this id: every response runs to its limit
-    cast(TorchEngine, parts.loop.lab.engine)._eos.fill_(never)
-    worker = _Worker(parts)
+    assembled = assemble(recipe, Alternating())
+    assembled.loop.problems = assembled.loop.problems[: plan.prompts]
+    never = len(assembled.model.head)  # no token has this id: every response runs to its limit
+    cast(TorchEngine, assembled.loop.lab.engine)._eos.fill_(never)
+    worker = _Worker(assembled)
     serve(pipe, {"step": worker.step, "peak": peak, "breakdown": worker.breakdown})
 
 
 class _Worker:
-    def __init__(self, parts: Session):
-        self._parts = parts
+    def __init__(self, session: Session):
+        self._session = session
         self._cycle = 0
 
     def _run(self, phase: Any) -> Cycle:
-        cycle = self._parts.loop.cycle(self._cycle, phase)
+        cycle = self._session.loop.cycle(self._cycle, phase)
         self._cycle += 1
         return cycle
 
@@ -95,7 +95,7 @@ class _Worker:
         wall, cpu = time.perf_counter(), time.process_time()
         cycle = self._run(lambda name: None)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        attempts, method = cycle.batch.attempts, self._parts.loop.method
+        attempts, method = cycle.batch.attempts, self._session.loop.method
         prompts = [len(a.view.prompt) for a in attempts]
         teacher = [len(view.prompt) for a in attempts if (view := method.teacher_view(a)) is not a.view]
         return wall, cpu, (sum(prompts), sum(len(a.response.tokens) for a in attempts), sum(teacher))

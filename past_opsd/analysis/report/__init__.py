@@ -12,9 +12,12 @@ from past_opsd.core.files import write_text
 TRAJECTORIES = 12
 
 
-def render(runs: Sequence[Run], *, trajectories: int = TRAJECTORIES) -> str:
-    """The report of one run or of many as HTML, with `trajectories` attempts of one run of each method."""
-    return _render(runs, trajectories, None, False)
+def render(runs: Sequence[Run], *, trajectories: int = TRAJECTORIES, live: bool = False) -> str:
+    """The report of one run or of many as HTML, with `trajectories` attempts of one run of each method.
+
+    A `live` one is for `past watch`: it may ask its server for news.
+    """
+    return _render(runs, trajectories, None, False, live)
 
 
 def write(
@@ -28,11 +31,11 @@ def write(
     return out
 
 
-def _render(runs: Sequence[Run], count: int, folder: Path | None, trust: bool) -> str:
+def _render(runs: Sequence[Run], count: int, folder: Path | None, trust: bool, live: bool = False) -> str:
     methods = data.methods(runs)
     found = figures.figures(list(runs))
     files: Mapping[str, list[str]] = {}
     if folder is not None:
         files = {f.name: [f"{folder.name}/{path.name}" for path in figures.save(f, folder)] for f in found}
     browser = trajectories.collect(methods, count, trust)
-    return page.page(page.Content(list(runs), methods, found, browser, files))
+    return page.page(page.Content(list(runs), methods, found, browser, files), live)

@@ -216,15 +216,15 @@ def _run(
             raise PastError(f"{path.name} is damaged: {problem}")
     shares = [count // len(cycles) + (i < count % len(cycles)) for i in range(len(cycles))]
     out: list[dict[str, Any]] = []
-    with session(config.load(folder.recipe_file, ["engine.name=torch"])) as parts:
-        _same_data(parts, folder.checkpoint(cycles[0]), trust)
-        problems = {p.id: p for p in parts.task.train()}
-        scribe = _Scribe(parts, vocabulary)
+    with session(config.load(folder.recipe_file, ["engine.name=torch"])) as assembled:
+        _same_data(assembled, folder.checkpoint(cycles[0]), trust)
+        problems = {p.id: p for p in assembled.task.train()}
+        scribe = _Scribe(assembled, vocabulary)
         for cycle, share in zip(cycles, shares, strict=True):
-            _load(parts, folder.checkpoint(cycle))
-            used = [row for row in _rows(folder.rollouts, cycle, parts) if not row["discarded"]]
+            _load(assembled, folder.checkpoint(cycle))
+            used = [row for row in _rows(folder.rollouts, cycle, assembled) if not row["discarded"]]
             rows = choose(used, share, run.seed)
-            drawn = _rows(folder.continuations, cycle, parts)
+            drawn = _rows(folder.continuations, cycle, assembled)
             for row in rows:
                 if row["problem"] not in problems:
                     raise PastError(f"problem {row['problem']} is not among the task's any more")
@@ -238,11 +238,11 @@ def _run(
     return out, {"measure": "kl" if teacher else "entropy", "tau": scribe.tau, "cycles": cycles}
 
 
-def _rows(series: Series, cycle: int, parts: Session) -> list[Row]:
+def _rows(series: Series, cycle: int, session: Session) -> list[Row]:
     """The rows of a cycle; none where nothing was drawn."""
     if not os.path.lexists(series.path(cycle)):
         return []
-    return attempts.read(series.path(cycle), len(parts.model.head), parts.model.max_context)
+    return attempts.read(series.path(cycle), len(session.model.head), session.model.max_context)
 
 
 def _nothing(run: RunFolder) -> str:
@@ -251,15 +251,15 @@ def _nothing(run: RunFolder) -> str:
     return "no checkpoint of a cycle with rollouts is kept; run.keep_checkpoints and run.checkpoint_every decide that"
 
 
-def _load(parts: Session, path: Path) -> None:
-    checkpoint.load_adapters(parts.model, path)
-    checkpoint.restore_method(path, checkpoint.read_state(path), parts.loop.method)
+def _load(session: Session, path: Path) -> None:
+    checkpoint.load_adapters(session.model, path)
+    checkpoint.restore_method(path, checkpoint.read_state(path), session.loop.method)
 
 
-def _same_data(parts: Session, path: Path, trust: bool) -> None:
+def _same_data(session: Session, path: Path, trust: bool) -> None:
     """Whoever made the run may have named any file of the reader's, in the hope to be sent the report."""
     identity = checkpoint.read_state(path).get("identity")
-    if not trust and (not isinstance(identity, dict) or identity.get("task") != parts.task.identity):
+    if not trust and (not isinstance(identity, dict) or identity.get("task") != session.task.identity):
         raise PastError(
             "the data that the recipe names is not, on this machine, what the run was trained on, so it is not shown; "
             "where it is yours to show, use --trust"
@@ -278,10 +278,10 @@ def _objective(method: Method, attempt: Attempt, teacher: View) -> tuple[float, 
 class _Scribe:
     """Writes attempts as compact plain data."""
 
-    def __init__(self, parts: Session, vocabulary: Vocabulary):
-        self._model = parts.model
-        self._method = parts.loop.method
-        self._tokenizer = parts.model.tokenizer
+    def __init__(self, session: Session, vocabulary: Vocabulary):
+        self._model = session.model
+        self._method = session.loop.method
+        self._tokenizer = session.model.tokenizer
         self._vocabulary = vocabulary
         self.tau: float | None = None
 

@@ -183,11 +183,11 @@ class PASTTrainer:
                 raise PastError("evaluate() needs an eval_dataset: give one here or to PASTTrainer")
             model, step = self._load()
             began = time.monotonic()
-            parts = assemble(self.recipe.model_copy(update={"task": task}), self.verifier, self.world, model)
+            assembled = assemble(self.recipe.model_copy(update={"task": task}), self.verifier, self.world, model)
             try:
-                found = parts.evaluate(step)
+                found = assembled.evaluate(step)
             finally:
-                parts.close()
+                assembled.close()
             metrics = evaluated(found, self.recipe.evaluation.pass_k, metric_key_prefix)
             seconds = time.monotonic() - began
             asked = found.samples * sum(len(result.problems) for result in found.tasks.values())
@@ -265,8 +265,8 @@ class PASTTrainer:
             self._network = made
         return self._network, 0 if path is None else checkpoint.read_state(path)["next_cycle"]
 
-    def _opened(self, parts: Session) -> None:
-        self._network = parts.model
+    def _opened(self, session: Session) -> None:
+        self._network = session.model
 
     @contextmanager
     def _shared(self) -> Iterator[None]:

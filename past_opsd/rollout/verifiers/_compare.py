@@ -1,6 +1,6 @@
 r"""Does an answer equal the gold answer? Runs in a worker process that can be killed; never in the caller's.
 
-Both texts come cleaned (`_normalise.clean`) and are read as typed values (`_values.parse`). The gold answer's kind
+Both texts come cleaned (`_normalise.clean`) and are read as typed values (`_parse.parse`). The gold answer's kind
 decides what an answer may be. A value is never printed: its text can be exponentially long.
 """
 
@@ -19,6 +19,7 @@ from sympy.core.function import AppliedUndef
 
 from past_opsd.rollout.verifiers import Reason, _units
 from past_opsd.rollout.verifiers._latex import UnreadError
+from past_opsd.rollout.verifiers._parse import parse
 from past_opsd.rollout.verifiers._regions import Piece, Region
 from past_opsd.rollout.verifiers._values import (
     Based,
@@ -38,7 +39,6 @@ from past_opsd.rollout.verifiers._values import (
     Word,
     as_span,
     is_zero,
-    parse,
     rounds_to,
 )
 

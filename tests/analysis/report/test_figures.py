@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -307,18 +308,15 @@ def test_many_methods_stay_distinct_and_no_colour_is_given_twice(runs: list[data
     figures.svg(panel(made["objective-tradeoffs"], "-kl"))
 
 
-def test_labels_in_a_trade_off_do_not_cover_each_other():
-    from matplotlib.text import Text
-
+def test_the_legend_names_the_points_of_a_trade_off():
     look = style.Look(style.SERIES[0], "-", "o", 0)
     many = [points.Point(f"method number {i}", look, 1.0 + 0.02 * (i % 3), 50.0 + 0.5 * i) for i in range(6)]
+    made = panels.Panel("test", "test", partial(points.draw_points, points=many, x="x", y="y"), ([], []))
     with panels._matplotlib("test"):
-        canvas = panels._canvas(4.2, 3.4)
-        ax = canvas.add_subplot()
-        points.draw_points(ax, many, "x", "y")
-        canvas.draw_without_rendering()
-        boxes = [Text.get_window_extent(text) for text in ax.texts]  # without the lines that lead to the points
-    assert not [(i, j) for i, a in enumerate(boxes) for j, b in enumerate(boxes) if i < j and a.overlaps(b)]
+        canvas, spots = panels.draw(made)
+        (legend,) = canvas.legends
+    assert [text.get_text() for text in legend.get_texts()] == [spot.title for spot in spots] == [p.label for p in many]
+    assert not canvas.axes[0].texts  # nothing that could cover a point
 
 
 @pytest.mark.slow

@@ -7,13 +7,13 @@ import json
 import re
 import shutil
 from dataclasses import replace
-from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Quiet, small
+from markupsafe import escape
 
 from past_opsd.analysis import report
 from past_opsd.analysis.report import answers, data, figures, page, summary, trajectories
@@ -317,8 +317,10 @@ def test_what_recipes_data_and_models_wrote_is_text(runs: list[Run]) -> None:
     assert document.tags.count("script") == 2
     assert "img" not in document.tags
     assert EVIL.split("\u2028")[0] in document.words
-    assert "<td>&lt;b&gt;</td>" in page.table(["<i>"], [["<b>"]])
-    assert "&lt;i&gt;" in page.table(["<i>"], [["<b>"]])
+    table = page.TEMPLATES.get_template("macros.html").module.table(["<i>"], [["<b>", 1234]])  # pyright: ignore
+    assert '<th scope="col">&lt;i&gt;</th>' in table
+    assert "<td>&lt;b&gt;</td>" in table
+    assert '<td class="num">1,234</td>' in table
 
 
 @pytest.mark.parametrize("count", [0, 2])

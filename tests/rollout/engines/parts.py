@@ -67,7 +67,7 @@ class ServerProcess:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
-        settings = [f"model.path={folder}", "engine.name=vllm", f"engine.arguments={config._toml(QUICK)}"]
+        settings = [f"model.path={folder}", "engine.name=vllm", f"engine.arguments={config.toml_value(QUICK)}"]
         self._recipe = config.load("embedded/past", settings)
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -243,7 +243,7 @@ RUN = [
 
 def test_runs_agree_across_engines(folder: Path, tmp_path: Path, server: ServerProcess, quiet: Any):
     """Two cycles of PAST: the same rollouts, continuations and evaluations, token by token, in every engine."""
-    vllm_options = ["engine.name=vllm", f"engine.arguments={config._toml(QUICK)}"]
+    vllm_options = ["engine.name=vllm", f"engine.arguments={config.toml_value(QUICK)}"]
     engines = {
         "torch": [],
         "local": vllm_options,
