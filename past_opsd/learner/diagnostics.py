@@ -57,9 +57,8 @@ class Log:
                 self._mean(f"{name}/{key}", _means(column, spans))
             if "kl" in found:
                 self._spread(name, found["kl"], lengths, spans)
-                self._fork(
-                    name, *(torch.cat([x[s] for s in spans]) for x in (found["kl"], result.live["entropy"])), spans
-                )
+                kl, entropy = (torch.cat([x[span] for span in spans]) for x in (found["kl"], result.live["entropy"]))
+                self._fork(name, kl, entropy, [span.stop - span.start for span in spans])
             if "dot" in found:
                 sums = self._align[name]
                 for i, key in enumerate(("dot", "norm_clipped", "norm_unclipped")):
