@@ -186,7 +186,7 @@ def test_factors_are_those_of_the_recipes():
     for family in ("embedded", "paper"):
         found = suite.find("factorial", family)
         for label, recipe in found.rows.items():
-            method = config.load(recipe).method
+            method = config.ask_method(config.load(recipe))
             known = found.factors[label]
             assert known["Trajectory"] == method.reads_response
             assert known["Trained teacher"] == bool(method.continuations)
