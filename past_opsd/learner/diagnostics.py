@@ -36,8 +36,8 @@ class Log:
 
     def add(self, lengths: Sequence[int], jobs: Mapping[str, Job], result: Result) -> None:
         """Add one loss call on sequences of these lengths, one after the other, with a job for each term's name."""
-        measured = (column for columns in (result.live, *result.diagnostics) for column in columns.values())
-        self.nonfinite += sum(float((~column.isfinite()).sum()) for column in measured)
+        measured = [column for columns in (result.live, *result.diagnostics) for column in columns.values()]
+        self.nonfinite += float((~torch.stack(measured).isfinite()).sum())
         for (name, job), values, found in zip(jobs.items(), result.values, result.diagnostics, strict=True):
             host = name.rpartition("/")[0]
             if host in jobs:
@@ -80,9 +80,9 @@ class Log:
         """
         at = forks.highest(entropy, lengths, [forks.SHARE] * len(lengths)).to(kl.dtype)
         opened = (entropy >= forks.OPEN).to(kl.dtype)
-        there, all_of_it, chosen, height, count = (
-            _means(column, lengths) for column in (at * kl, kl, at, at * entropy, opened)
-        )
+        columns = torch.stack((at * kl, kl, at, at * entropy, opened))  # [5, T]
+        means = [part.mean(1).tolist() for part in columns.split(list(lengths), 1)]
+        there, all_of_it, chosen, height, count = zip(*means, strict=True)
         self._mean(f"{name}/fork_kl", [a / n for a, n in zip(there, chosen, strict=True)])
         rest = [(b - a) / (1 - n) for a, b, n in zip(there, all_of_it, chosen, strict=True) if n < 1]
         if rest:
