@@ -43,8 +43,8 @@ class Log:
         What is logged is of the supervised positions, which of each name begin at `starts`; only the KL at the first
         positions is of all of them.
         """
-        measured = (column for columns in (result.live, *result.diagnostics) for column in columns.values())
-        self.nonfinite += sum(float((~column.isfinite()).sum()) for column in measured)
+        measured = [column for columns in (result.live, *result.diagnostics) for column in columns.values()]
+        self.nonfinite += float((~torch.stack(measured).isfinite()).sum())
         for (name, job), values, found in zip(jobs.items(), result.values, result.diagnostics, strict=True):
             spans = _spans(lengths, starts[name])
             host = name.rpartition("/")[0]
@@ -91,12 +91,11 @@ class Log:
 
         `fork_share` is the part of all KL that lands on forks, every sequence with its mean as in the objective.
         """
-        spans = _spans(lengths, [0] * len(lengths))
         at = forks.highest(entropy, lengths, [forks.SHARE] * len(lengths)).to(kl.dtype)
         opened = (entropy >= forks.OPEN).to(kl.dtype)
-        there, all_of_it, chosen, height, count = (
-            _means(column, spans) for column in (at * kl, kl, at, at * entropy, opened)
-        )
+        columns = torch.stack((at * kl, kl, at, at * entropy, opened))  # [5, T]
+        means = [part.mean(1).tolist() for part in columns.split(list(lengths), 1)]
+        there, all_of_it, chosen, height, count = zip(*means, strict=True)
         self._mean(f"{name}/fork_kl", [a / n for a, n in zip(there, chosen, strict=True)])
         rest = [(b - a) / (1 - n) for a, b, n in zip(there, all_of_it, chosen, strict=True) if n < 1]
         if rest:
