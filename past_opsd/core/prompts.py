@@ -8,7 +8,7 @@ text, never a verdict.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -78,7 +78,7 @@ class Prompts:
         self._rendered: dict[tuple[str, str], Tokens] | None = None
 
     @contextmanager
-    def once(self) -> Iterator[None]:
+    def once(self) -> Generator[None]:
         """Within this, no prompt is rendered twice; what was rendered is forgotten at its end."""
         self._rendered = {}
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -63,8 +64,9 @@ class Log:
     def _spread(self, name: str, kl: Tensor, lengths: Sequence[int]) -> None:
         """The KL by sequence, and at the first positions."""
         self._paths[name] += _means(kl, lengths)
-        for sequence in kl.split(list(lengths)):
-            for t, value in enumerate(sequence[:POSITIONS].tolist()):
+        for sequence in torch.split(kl, list(lengths)):
+            first = cast(list[float], sequence[:POSITIONS].tolist())
+            for t, value in enumerate(first):
                 self._positions[f"{name}/kl@{t:02d}"].append(value)
 
     def merge(self, other: Log) -> None:
@@ -102,4 +104,4 @@ class Log:
 
 
 def _means(column: Tensor, lengths: Sequence[int]) -> list[float]:
-    return [float(sequence.mean()) for sequence in column.split(list(lengths))]
+    return [float(sequence.mean()) for sequence in torch.split(column, list(lengths))]

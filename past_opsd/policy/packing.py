@@ -36,7 +36,7 @@ class Packed:
     positions: Tensor  # [B, L]
     index: Tensor  # [sum T]
     mask: Tensor | None = None  # [B, L]
-    segments: Segments = field(default_factory=list)
+    segments: Segments = field(default_factory=Segments)
 
 
 def plain(paths: Sequence[Read]) -> Packed:
