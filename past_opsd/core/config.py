@@ -25,14 +25,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
 
 from past_opsd.core import own
 from past_opsd.core.nouns import Forks, PastError
-from past_opsd.core.reading import SMALL, read_text, read_toml
+from past_opsd.core.reading import SMALL, is_table, read_text, read_toml
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
 VARIANTS = "variants.toml"  # beside shipped recipes: those that are another one but for a key or two, a table each
@@ -53,7 +53,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_former(cls, data: Any) -> Any:
-        return {k: v for k, v in data.items() if k not in cls.former} if isinstance(data, dict) else data
+        return {k: v for k, v in data.items() if k not in cls.former} if is_table(data) else data
 
 
 class MethodOptions(Section):
@@ -535,7 +535,7 @@ def validate(data: Mapping[str, Any], sources: Mapping[str, Source], where: str,
     chosen: dict[str, Any] = {}
     for kind in PLUGINS:
         table = data.get(kind)
-        if not isinstance(table, dict) or not isinstance(table.get("name"), str):
+        if not is_table(table) or not isinstance(table.get("name"), str):
             raise PastError(f'{where}: [{kind}] needs a name, e.g. [{kind}] name = "..."')
         try:
             unread = not imports and is_foreign(table["name"])
@@ -568,11 +568,11 @@ def _placed(
     for key, info in schema.model_fields.items():
         value, here = out.get(key), f"{path}{key}"
         place = next((mark for mark in info.metadata if isinstance(mark, Place)), None)
-        if place is not None and isinstance(value, dict):
+        if place is not None and is_table(value):
             out[key] = {name: _find(text, place, _folder(sources, f"{here}.{name}")) for name, text in value.items()}
         elif place is not None and key in out:
             out[key] = _find(value, place, _folder(sources, here))
-        elif isinstance(value, dict) and (inner := _section(schema, key)) is not None:
+        elif is_table(value) and (inner := _section(schema, key)) is not None:
             out[key] = _placed(inner, value, sources, f"{here}.")
     return out
 
@@ -585,7 +585,7 @@ def places(recipe: BaseModel, path: str = "") -> set[str]:
         if isinstance(value, BaseModel):
             found |= places(value, f"{path}{key}.")
         elif any(isinstance(mark, Place) for mark in info.metadata):
-            found |= {f"{path}{key}.{name}" for name in value} if isinstance(value, dict) else {f"{path}{key}"}
+            found |= {f"{path}{key}.{name}" for name in value} if is_table(value) else {f"{path}{key}"}
     return found
 
 
@@ -658,8 +658,8 @@ def toml_value(value: Any) -> str:
         plain = "'''" not in value and not value.endswith("'") and not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", value)
         return f"'''\n{value}'''" if "\n" in value and plain else _quoted(value)
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(toml_value(v) for v in value) + "]"
-    if isinstance(value, dict):
+        return "[" + ", ".join(map(toml_value, cast(Sequence[Any], value))) + "]"
+    if is_table(value):
         return "{ " + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + " }" if value else "{}"
     return str(value)
 
@@ -714,7 +714,7 @@ def _merge(
     """
     for key, value in table.items():
         old = into.get(key)
-        if not isinstance(value, dict) or not isinstance(old, dict):
+        if not is_table(value) or not is_table(old):
             into[key] = value
             continue
         name = value.get("name", old.get("name"))
@@ -817,8 +817,8 @@ def _fields_at(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
-    if isinstance(value, dict):
+    if is_table(value):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return list(map(_finite, cast(Sequence[Any], value)))
     return value

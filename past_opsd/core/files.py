@@ -14,7 +14,7 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -36,7 +36,7 @@ class WriteError(PastError):
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Generator[None]:
     """A failure inside is one to write `path`."""
     try:
         yield
@@ -45,7 +45,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def whole(path: Path) -> Generator[Path]:
     """A name to write to, which becomes `path` at the end: a kill, an error or a full disk leaves the old file."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     with writing(path):
@@ -110,7 +110,7 @@ def temporary_name(folder: Path) -> Path:
 
 
 @contextmanager
-def fresh_folder(path: Path) -> Iterator[Path]:
+def fresh_folder(path: Path) -> Generator[Path]:
     """A new folder beside `path` to write to, gone when that fails; `put` gives it the name."""
     made = temporary_name(path)
     with writing(path):

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -153,7 +153,7 @@ def state() -> str:
 
 
 @contextmanager
-def beating(words: Sequence[str]) -> Iterator[None]:
+def beating(words: Sequence[str]) -> Generator[None]:
     """Signs of life around the command that these words of a command line are, if it may take long."""
     global _current
     if not _long(words) or _current is not None:
@@ -187,7 +187,7 @@ def _long(words: Sequence[str]) -> bool:
 
 
 @contextmanager
-def _asked_to_end() -> Iterator[None]:
+def _asked_to_end() -> Generator[None]:
     """Being told to end is as Ctrl-C, so that what was started is cleaned up; other handlers are left alone."""
     kinds = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     if threading.current_thread() is not threading.main_thread() or os.environ.get("WORLD_SIZE", "1") != "1":
@@ -216,7 +216,7 @@ def follow() -> None:
 
 
 @contextmanager
-def interruptible(under_way: Callable[[], str], terminate: bool = True) -> Iterator[Callable[[], bool]]:
+def interruptible(under_way: Callable[[], str], terminate: bool = True) -> Generator[Callable[[], bool]]:
     """The first Ctrl-C or SIGTERM is acknowledged and asks to stop where it is safe; the second stops at once.
 
     `under_way` says what is finished first; it says nothing where another process speaks for all. Without `terminate`,

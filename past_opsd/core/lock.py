@@ -14,7 +14,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,7 +47,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def held(folder: Path, note: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+def held(folder: Path, note: Callable[[str], None] = lambda text: None) -> Generator[None]:
     """This process alone writes the folder, which is made where there is none and goes again if it stays empty."""
     path = folder / NAME
     with writing(folder):

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
@@ -22,7 +22,7 @@ from past_opsd.core.nouns import PastError
 
 
 @contextmanager
-def replacing(out: Path, mark: str) -> Iterator[Path]:
+def replacing(out: Path, mark: str) -> Generator[Path]:
     """A folder to write to, which becomes `out`: there is nothing yet, an empty folder or an earlier one of ours."""
     with writing(out):
         earlier = _earlier(out, mark)

@@ -11,7 +11,7 @@ think, and none for the teacher, who is. `aligned_from` says from which token on
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import takewhile
@@ -90,7 +90,7 @@ class Prompts:
         self._rendered: dict[tuple[str, str], Tokens] | None = None
 
     @contextmanager
-    def once(self) -> Iterator[None]:
+    def once(self) -> Generator[None]:
         """Within this, no prompt is rendered twice; what was rendered is forgotten at its end."""
         self._rendered = {}
         try:

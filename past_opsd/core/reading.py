@@ -12,7 +12,7 @@ import stat
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from past_opsd.core.nouns import PastError
 
@@ -123,3 +123,13 @@ def _reason(error: Exception) -> str:
 
 def _short(error: Exception) -> str:
     return f"{str(error) or type(error).__name__:.200}"
+
+
+def is_table(value: object) -> TypeGuard[dict[str, Any]]:
+    """Whether plain data, of JSON or TOML, is a table: its keys are texts."""
+    return isinstance(value, dict)
+
+
+def is_list(value: object) -> TypeGuard[list[Any]]:
+    """Whether plain data is a list."""
+    return isinstance(value, list)

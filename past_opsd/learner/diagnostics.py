@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -82,8 +83,9 @@ class Log:
     def _spread(self, name: str, kl: Tensor, lengths: Sequence[int], spans: Sequence[slice]) -> None:
         """The KL by sequence, and at the first positions, supervised or not."""
         self._paths[name] += _means(kl, spans)
-        for sequence in kl.split(list(lengths)):
-            for t, value in enumerate(sequence[:POSITIONS].tolist()):
+        for sequence in torch.split(kl, list(lengths)):
+            first = cast(list[float], sequence[:POSITIONS].tolist())
+            for t, value in enumerate(first):
                 self._positions[f"{name}/kl@{t:02d}"].append(value)
 
     def _fork(self, name: str, kl: Tensor, entropy: Tensor, lengths: Sequence[int]) -> None:

@@ -26,7 +26,7 @@ class Path:
 
     live: View
     tokens: Tokens
-    terms: list[Weighted] = field(default_factory=list)
+    terms: list[Weighted] = field(default_factory=list[Weighted])
 
     def by_frozen(self) -> dict[tuple[View | None, float], list[Weighted]]:
         """Terms by (frozen view, temperature); terms without a frozen view ride along with those that have one."""

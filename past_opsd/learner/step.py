@@ -138,7 +138,8 @@ class Learner:
             # Made by the first backward, they would stand in the gaps its activations leave, and the next forward's
             # would not fit there any more.
             parameter.grad = torch.zeros_like(parameter)
-        log, failures = Log(), []
+        log = Log()
+        failures: list[str] = []
         plans = self._plan(terms)
         rounds = max(map(len, plans)) if self._model.sharded else len(plans[self._model.world.rank])
         for n in range(rounds):
@@ -159,7 +160,7 @@ class Learner:
         The ranks of a sharded base make the same forwards and backwards, if need be on a single token and for nothing.
         """
         own = plans[self._model.world.rank]
-        chosen = own[n] if n < len(own) else []
+        chosen: Sequence[Bundle] = own[n] if n < len(own) else ()
         frozen = self._frozen_states(chosen)
         if self._model.sharded:
             others = [_frozen_adapters(other[n]) for other in plans if n < len(other)]
@@ -167,7 +168,8 @@ class Learner:
         reads = [read for item in chosen for read in item.live]
         # [sum T, H]: the states that predict the tokens of each path, one path after the other.
         live = self._model.hidden(reads or [(View(phase, (0,)), (0,))], [len(item.paths) for item in chosen])
-        grad, failures = None, []
+        grad: Tensor | None = None
+        failures: list[str] = []
         try:
             grad = self._gradient(phase, chosen, live.detach(), frozen, log)
         except NonFiniteError as error:
@@ -200,7 +202,8 @@ class Learner:
         states: dict[packing.Read, Tensor] = {}
         for rows in wanted.values():
             reads = [read for row in rows for read in row]
-            split = self._model.hidden(reads, list(map(len, rows))).split([len(tokens) for _, tokens in reads])
+            hidden = self._model.hidden(reads, list(map(len, rows)))
+            split = torch.split(hidden, [len(tokens) for _, tokens in reads])
             states.update(zip(reads, split, strict=True))
         return states
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import AttentionInterface, masking_utils
+from transformers.integrations import sdpa_attention
+from transformers.masking_utils import AttentionMaskInterface
 
 from past_opsd.policy import packing
 
@@ -31,7 +31,7 @@ class SharedMask(Tensor):
     segments: list[packing.Segments]
 
     # What is computed from it is an ordinary tensor.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType, reportPrivateUsage, reportUnknownVariableType]
 
     @staticmethod
     def of(segments: list[packing.Segments], width: int, device: torch.device) -> SharedMask:
@@ -62,7 +62,7 @@ def attention(
         folded = query.reshape(rows, key.shape[1], -1, size)  # [B, key heads, queries of a head, size]
         out = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
         return out.reshape(rows, 1, heads, value.shape[-1]), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return sdpa_attention.sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
 def _shared(query: Tensor, key: Tensor, value: Tensor, rows: list[packing.Segments], scaling: float | None) -> Tensor:
@@ -91,4 +91,4 @@ def _columns(of: Tensor, seen: list[tuple[int, int]]) -> Tensor:
 
 
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, masking_utils.sdpa_mask)

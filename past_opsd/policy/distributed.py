@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 
 from past_opsd.core.nouns import PastError
 
@@ -117,8 +117,8 @@ class World:
         if self.alone:
             return
         flat = torch.cat([tensor.detach().flatten().float() for tensor in tensors])
-        self._together(lambda: dist.all_reduce(flat))
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        self._together(lambda: cast(Any, dist).all_reduce(flat))
+        for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
     def barrier(self) -> None:
@@ -148,7 +148,7 @@ def balance(costs: Sequence[float], size: int) -> list[list[int]]:
 
 
 @contextmanager
-def joined(advice: Callable[[], str] = lambda: "") -> Iterator[World]:
+def joined(advice: Callable[[], str] = lambda: "") -> Generator[World]:
     """The world that the environment describes; whatever ends one process ends all, with one message.
 
     `advice` is asked at such an end for what a person should do next.
@@ -172,7 +172,7 @@ def join(advice: Callable[[], str] = lambda: "") -> World:
 
 
 @contextmanager
-def together(world: World) -> Iterator[None]:
+def together(world: World) -> Generator[None]:
     """Whatever ends one process in here ends all, with one message."""
     if world.end is None:
         yield
@@ -292,7 +292,7 @@ class _End:
             return
         inbox, self._outbox = socket.socketpair()
         self._outbox.setblocking(False)
-        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.signal(signal.SIGTERM, _ignored)
         signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._answer, args=(inbox,), daemon=True, name="past-sigterm").start()
 
@@ -309,3 +309,6 @@ class _End:
 def _heard(error: BaseException) -> bool:
     """Whether an error is only the echo of another rank's end; a sharded base's own exchanges raise torch's errors."""
     return isinstance(error, PeerError | dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _ignored(*_: object) -> None: ...

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -251,7 +251,8 @@ def _groups(jobs: Sequence[Job]) -> Iterator[tuple[Tensor | None, list[int]]]:
         yield None, list(range(len(jobs)))
         return
     members: dict[tuple[bool, ...], list[int]] = {}
-    for position, pattern in enumerate(applies.tolist()):
+    patterns = cast(list[list[bool]], applies.tolist())
+    for position, pattern in enumerate(patterns):
         members.setdefault(tuple(pattern), []).append(position)
     for pattern, positions in members.items():
         yield torch.tensor(positions, device=applies.device), [i for i, applied in enumerate(pattern) if applied]
@@ -324,7 +325,8 @@ def _autograd(heads: Heads, dtype: torch.dtype, chunk: Chunk) -> None:
     if not result.live:
         return
     live_logp = live_logp.detach()
-    result.live["entropy"].copy_(torch.special.entr(live_logp.exp()).sum(-1))
+    entropies = cast(Tensor, torch.special.entr(live_logp.exp()))
+    result.live["entropy"].copy_(entropies.sum(-1))
     result.live["token_logp"].copy_(at_tokens(live_logp, chunk.tokens))
     for job, found in zip(chunk.jobs, result.diagnostics, strict=True):
         fill(found, job.loss.diagnostics(live_logp, frozen_logp if job.frozen else None, chunk.tokens))

@@ -1,3 +1,5 @@
+# pyright: standard
+# Triton's language has no types: inside a kernel everything is unknown.
 """The elementwise pass of `fused.py` as one Triton kernel: a program a position, in blocks of its V entries.
 
 A launch takes the logits of a chunk and all losses that apply to its positions. A program reads its logits

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -18,16 +18,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import peft
+import safetensors.torch
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from past_opsd.core.config import ModelSection
 from past_opsd.core.nouns import Adapter, PastError, View
+from past_opsd.core.reading import is_list
 from past_opsd.policy import attention, fused, packing
 from past_opsd.policy.distributed import World
 from past_opsd.policy.pretrained import Choice, hardware, load_network, load_tokenizer, resolve
@@ -62,12 +64,9 @@ def linear_targets(network: nn.Module, layers: int) -> tuple[list[str], bool]:
 
     Short names (`q_proj`) where they mean the blocks alone, full names otherwise.
     """
-    blocks = tuple(
-        f"{name}."
-        for name, module in network.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == layers
-    )
-    linear = {n: m for n, m in network.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    modules: dict[str, nn.Module] = dict(cast(Any, network).named_modules())
+    blocks = tuple(f"{n}." for n, m in modules.items() if isinstance(m, nn.ModuleList) and len(m) == layers)
+    linear = {n: m for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D)}
     inside = [n for n in linear if n.startswith(blocks) and n.rpartition(".")[2] not in ROUTERS]
     if not inside:
         raise PastError("model.lora.targets = 'auto' finds no linear projection in this model's blocks; name them")
@@ -263,7 +262,7 @@ class Model(Network):
     def stops(self) -> frozenset[int]:
         """The ids that end a response: the model's generation settings' and the tokenizer's."""
         configured = cast(Any, self.network).generation_config.eos_token_id
-        ids = configured if isinstance(configured, list) else [configured]
+        ids = configured if is_list(configured) else [configured]
         return frozenset(i for i in [*ids, self.tokenizer.eos_token_id] if i is not None)
 
     @property
@@ -294,7 +293,7 @@ class Model(Network):
         self._shards = blocks
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self) -> Generator[None]:
         """Inside, every rank holds the whole base, and ranks may make different forwards: for sampling."""
         for block in self._shards:
             block.set_reshard_after_forward(False)
@@ -401,7 +400,7 @@ class Model(Network):
                 parameter.requires_grad_(name == self._phase)
 
     @contextmanager
-    def training(self, adapter: Adapter) -> Iterator[None]:
+    def training(self, adapter: Adapter) -> Generator[None]:
         """A phase: inside it exactly this adapter's parameters are trainable; outside none are."""
         self._phase = adapter
         self.activate(adapter)
@@ -443,8 +442,10 @@ class Model(Network):
 
     def save_adapter(self, adapter: Adapter, folder: Path) -> None:
         """Write an adapter as plain PEFT loads it."""
-        tensors = get_peft_model_state_dict(self.peft, adapter_name=adapter)
-        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors")
+        tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(self.peft, adapter_name=adapter)
+        safetensors.torch.save_file(
+            {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors"
+        )
         config = cast(LoraConfig, copy(self.peft.peft_config[adapter]))
         config.inference_mode = True
         config.target_modules = in_order(config.target_modules)
@@ -490,7 +491,7 @@ class Model(Network):
         return self.choice.dtype == "float32"
 
     @contextmanager
-    def sampling(self, adapter: Adapter) -> Iterator[nn.Module]:
+    def sampling(self, adapter: Adapter) -> Generator[nn.Module]:
         """The network as one adapter's policy, fast: folded into the weights, which are put back afterwards.
 
         Half-precision weights would round a small update away, so there the adapter stays beside them.

@@ -35,7 +35,7 @@ class Packed:
     positions: Tensor  # [B, L]
     index: Tensor  # [sum T]
     mask: Tensor | None = None  # [B, L]
-    segments: list[Segments] = field(default_factory=list)
+    segments: list[Segments] = field(default_factory=list[Segments])
 
 
 def sequence(path: Read) -> Tokens:

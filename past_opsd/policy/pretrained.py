@@ -10,7 +10,7 @@ import importlib.util
 import os
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,10 +56,10 @@ def on_disk(path: str, revision: str | None = None) -> bool:
     """Whether a model is on this machine: a file, a folder, one of the package or in the hub's cache."""
     if path in SHIPPED or path in PULLABLE or Path(path).exists():
         return True
-    from huggingface_hub import snapshot_download
+    import huggingface_hub
 
     try:
-        return bool(snapshot_download(path, revision=revision, local_files_only=True))
+        return bool(huggingface_hub.snapshot_download(path, revision=revision, local_files_only=True))
     except OSError:
         return False
     except ValueError:
@@ -217,7 +217,7 @@ def _transformers() -> Any:
 
 
 @contextmanager
-def _loading(what: str, path: str, source: Source) -> Iterator[None]:
+def _loading(what: str, path: str, source: Source) -> Generator[None]:
     """Whatever the libraries make of a folder's files, a failure is one message: damage makes them raise anything."""
     folder = Path(source.path)
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():

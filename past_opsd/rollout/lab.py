@@ -40,7 +40,10 @@ class Lab:
 
     def __post_init__(self) -> None:
         if hasattr(self.engine, "tell"):
-            setattr(self.engine, "tell", lambda done, total: self.tell(done, total, "responses"))  # noqa: B010
+            setattr(self.engine, "tell", self._drawn)  # noqa: B010
+
+    def _drawn(self, done: int, total: int) -> None:
+        self.tell(done, total, "responses")
 
     def attempt(self, work: Sequence[Work], sampling: Sampling, versions: Mapping[Adapter, int]) -> list[Attempt]:
         """One verified attempt per item, in order: every rank gets all of them, whoever sampled."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from past_opsd.core.config import Recipe
 from past_opsd.core.nouns import PastError
+from past_opsd.core.reading import is_list
 from past_opsd.rollout.engines.vllm_backend import Options, arguments, environment
 
 
@@ -46,6 +47,6 @@ def _flag(key: str, value: Any) -> list[str]:
     name = key.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
-    if isinstance(value, list):
+    if is_list(value):
         return [f"--{name}", *map(str, value)]
     return [f"--{name}", str(value)]

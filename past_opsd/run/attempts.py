@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow
+import pyarrow.parquet
 
 from past_opsd.core.files import whole
 from past_opsd.core.nouns import Attempt, PastError, Problem, Response, Verdict, View
 from past_opsd.core.reading import MOST, plain
+
+pa: Any = pyarrow  # it has no types
+pq: Any = pyarrow.parquet
+_Broken: type[Exception] = pa.ArrowException
 
 SCHEMA = pa.schema(
     [
@@ -95,7 +99,7 @@ def read_table(file: Path) -> pa.Table:
             if about.num_rows > MOST_ROWS or size > MOST:
                 raise ValueError(f"{about.num_rows} rows of {size} bytes")
             return opened.read(columns=SCHEMA.names).select(SCHEMA.names).cast(SCHEMA)
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, MemoryError, pa.ArrowException) as error:
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, MemoryError, _Broken) as error:
         raise PastError(f"{file}: cannot be read ({error})") from None
 
 

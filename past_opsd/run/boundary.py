@@ -6,7 +6,7 @@ is measured along token ids goes from hidden states through the head chunk by ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,7 @@ class Boundary:
     run: RunFolder
     teacher: Adapter
     step: int = 0
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list[str])
 
     @property
     def seed(self) -> int:
@@ -65,7 +65,7 @@ class Boundary:
 
 
 @contextmanager
-def opened(folder: Path, step: int, trust: bool = False) -> Iterator[Boundary]:
+def opened(folder: Path, step: int, trust: bool = False) -> Generator[Boundary]:
     """The run at the checkpoint of this step. Code that its recipe names is run only with `trust`."""
     run = RunFolder(folder)
     require_trust(run, entrusted(run.recipe()), trust)
@@ -90,7 +90,7 @@ def remote(recipe: config.Recipe) -> list[str]:
     revisions = {"model.path": recipe.model.revision}
     models = {key: path for key, path in wanted.items() if path and not on_disk(path, revisions.get(key))}
     task = config.dump(recipe)["task"]
-    sets = task.get("evaluation") if isinstance(task.get("evaluation"), dict) else {}
+    sets: dict[str, Any] = task.get("evaluation") if isinstance(task.get("evaluation"), dict) else {}
     sources = {"task.train": task.get("train")} | {f"task.evaluation.{name}": source for name, source in sets.items()}
     data = {key: source for key, source in sources.items() if isinstance(source, str) and not data_on_disk(source)}
     return [f"{key} = {name!r} from the hub" for key, name in (models | data).items()]
@@ -227,7 +227,7 @@ def along(
         count = len(paths[batch[0]][0])
         states = [model.hidden([(paths[i][0][k], paths[i][1]) for i in batch]) for k in range(count)]
         values = _by_chunks(model, states, measure, learner.loss_memory_mib << 20)
-        for i, part in zip(batch, values.split(lengths, dim=1), strict=True):
+        for i, part in zip(batch, torch.split(values, lengths, dim=1), strict=True):
             out[i] = part.double().mean(1).cpu().numpy()
     return np.array(out)
 
@@ -236,7 +236,7 @@ def _by_chunks(
     model: Model, states: list[Tensor], measure: Callable[[list[Tensor]], Tensor], budget_bytes: int
 ) -> Tensor:
     rows = max(1, budget_bytes // (4 * len(model.head) * (len(states) + _COPIES)))
-    chunks = zip(*(s.split(rows) for s in states), strict=True)
+    chunks = zip(*(torch.split(s, rows) for s in states), strict=True)
     return torch.cat([measure([model.log_probs(s) for s in chunk]) for chunk in chunks], dim=1)
 
 

@@ -23,14 +23,14 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from past_opsd.core.files import aside, fresh_folder, leftovers, put, sync, sync_all, temporary_name, writing
 from past_opsd.core.nouns import Adapter, PastError
-from past_opsd.core.reading import plain, read_json
+from past_opsd.core.reading import is_table, plain, read_json
 from past_opsd.learner import Learner
 from past_opsd.policy.model import TRAINABLE, Model
 from past_opsd.run.folder import ADAPTER, CHECKPOINT, MANIFEST, OPTIMIZERS, STATE, TEACHER, RunFolder
@@ -63,7 +63,7 @@ def _write(path: Path, step: int, model: Model, learner: Learner, state: Mapping
     model.save_adapter("student", path)
     model.save_adapter("teacher", path / TEACHER)
     for adapter in TRAINABLE:
-        save_file(_optimizer_state(model, learner, adapter), path / OPTIMIZERS[adapter])
+        safetensors.torch.save_file(_optimizer_state(model, learner, adapter), path / OPTIMIZERS[adapter])
     progress = {"format": FORMAT, "next_cycle": step, "steps": learner.steps, "versions": model.versions}
     plain = progress | {"rng": _rng_states()} | dict(state)
     (path / STATE).write_text(json.dumps(plain, indent=1, ensure_ascii=False), encoding="utf-8")
@@ -118,7 +118,7 @@ def read_state(path: Path) -> dict[str, Any]:
         state = read_json(path / STATE)
     except PastError as error:
         raise PastError(f"{path}: state.json cannot be read ({error})") from None
-    if not isinstance(state, dict) or "format" not in state:
+    if not is_table(state) or "format" not in state:
         raise PastError(f"{path}: state.json is not one of a checkpoint")
     if state["format"] != FORMAT:
         raise PastError(f"{path}: written in format {state['format']!r:.80}, this version reads format {FORMAT}")
@@ -238,7 +238,7 @@ def _finite(tensors: Mapping[str, Tensor], what: str) -> None:
 def _tensors(file: Path) -> dict[str, Tensor]:
     try:
         plain(file)
-        return load_file(file)
+        return safetensors.torch.load_file(file)
     except (PastError, OSError, SafetensorError) as error:
         raise PastError(f"{file}: cannot be read as safetensors ({error})") from None
 

@@ -79,7 +79,7 @@ def _merged(recipe: Recipe, source: Path, out: Path) -> None:
     checkpoint.load_adapter(model, "student", source)
     with torch.no_grad():
         merged = model.peft.merge_and_unload(adapter_names=["student"])
-    cast(Any, merged).save_pretrained(str(out))
+    merged.save_pretrained(str(out))
 
 
 def card(recipe: Recipe, run: Path, source: Path, merge: bool) -> str:
@@ -170,8 +170,8 @@ def push(
         made = api.create_repo(repository, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(made, branch=revision, exist_ok=True)
-        where = {"repo_id": made, "folder_path": str(folder), "revision": revision, "ignore_patterns": [MARK]}
-        return str(api.upload_folder(**where, commit_message=message))
+        where: dict[str, Any] = {"repo_id": made, "folder_path": str(folder), "revision": revision}
+        return str(cast(Any, api).upload_folder(**where, ignore_patterns=[MARK], commit_message=message))
     except HFValidationError as error:
         raise PastError(f"--push {repository}: {error}") from None
     except Exception as error:  # the transport's errors differ between versions of the hub's client

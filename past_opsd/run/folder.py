@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from past_opsd.core import files, lock
 from past_opsd.core.files import append, own, sweep, sync, write_text, writing
 from past_opsd.core.nouns import PastError
-from past_opsd.core.reading import read_bytes
+from past_opsd.core.reading import is_table, read_bytes
 
 if TYPE_CHECKING:
     from past_opsd.core.config import Recipe
@@ -489,7 +489,7 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 def _wrong(line: Any, first: int) -> str:
     """What a line has that no run writes; numbers that are not finite may stand there."""
-    if not isinstance(line, dict):
+    if not is_table(line):
         return "not an object"
     cycle = line.get("cycle")
     if type(cycle) is not int or not first <= cycle < 10**9:

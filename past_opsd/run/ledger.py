@@ -26,9 +26,9 @@ Tell = Callable[[str], None]
 class Ledger:
     """Totals over the cycles so far, the boundaries that were evaluated, and digests of the records of both."""
 
-    costs: dict[str, int] = field(default_factory=dict)
-    evaluated: list[int] = field(default_factory=list)
-    digests: dict[str, str] = field(default_factory=dict)
+    costs: dict[str, int] = field(default_factory=dict[str, int])
+    evaluated: list[int] = field(default_factory=list[int])
+    digests: dict[str, str] = field(default_factory=dict[str, str])
 
     def dump(self) -> dict[str, Any]:
         """As plain data, for a checkpoint."""

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Clock:
         self._switch(None)
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str) -> Generator[None]:
         """A piece of work inside a phase, charged to its own name."""
         outer = self._name
         self._switch(name)
@@ -88,7 +88,7 @@ class Profile:
         return self._trace(cycle) if cycle == PROFILED_CYCLE else nullcontext()
 
     @contextmanager
-    def _trace(self, cycle: int) -> Iterator[None]:
+    def _trace(self, cycle: int) -> Generator[None]:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
         with profile(activities=activities) as tracer:
             yield

@@ -10,6 +10,7 @@ from typing import Any
 from past_opsd.core import config, life
 from past_opsd.core.config import Recipe
 from past_opsd.core.nouns import PastError
+from past_opsd.core.reading import is_table
 from past_opsd.run import checkpoint
 from past_opsd.run.evaluate import evaluation_steps
 from past_opsd.run.folder import RunFolder
@@ -101,7 +102,7 @@ def _falling(recipe: Recipe) -> list[tuple[str, config.OptimizerSection]]:
 
 def changes(saved: Any, current: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     """Leaves that differ: key, saved value, current value."""
-    if isinstance(saved, dict) and isinstance(current, dict):
+    if is_table(saved) and is_table(current):
         keys = list(dict.fromkeys([*saved, *current]))
         inner = ((key, saved.get(key), current.get(key)) for key in keys)
         return [leaf for key, a, b in inner for leaf in changes(a, b, f"{path}.{key}" if path else key)]

@@ -1,3 +1,5 @@
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Weights & Biases and Trackio are extras, and not there where types are checked.
 """Experiment trackers: what the console is told of a run goes to TensorBoard, Weights & Biases or Trackio as well.
 
 A tracker follows the run's folder. It starts with the first cycle, so a run that is refused leaves nothing behind; what
@@ -98,7 +100,8 @@ class TensorBoard:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
         events = EventAccumulator(str(folder), size_guidance={SCALARS: 1}).Reload()
-        return Reached.of([(events.Scalars(tag)[-1].step, tag) for tag in events.Tags()[SCALARS]])
+        tags: Any = events.Tags()[SCALARS]
+        return Reached.of([(events.Scalars(tag)[-1].step, tag) for tag in tags])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

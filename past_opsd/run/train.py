@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -164,7 +164,7 @@ def assemble(
 
 
 @contextmanager
-def session(recipe: Recipe, verifier: Verifier | None = None, world: World | None = None) -> Iterator[Session]:
+def session(recipe: Recipe, verifier: Verifier | None = None, world: World | None = None) -> Generator[Session]:
     """An assembled run, closed at the end."""
     parts = assemble(recipe, verifier, world)
     try:
@@ -180,8 +180,8 @@ class Outcome:
     folder: Path
     completed: int
     cycles: int
-    evaluations: dict[int, evaluate.Evaluation] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    evaluations: dict[int, evaluate.Evaluation] = field(default_factory=dict[int, evaluate.Evaluation])
+    warnings: list[str] = field(default_factory=list[str])
 
     @property
     def finished(self) -> bool:
@@ -277,7 +277,7 @@ def train(
 @contextmanager
 def _opened(
     recipe: Recipe, run: RunFolder, resume: bool, world: World, display: Display, again: str
-) -> Iterator[list[int]]:
+) -> Generator[list[int]]:
     """The boundaries that the folder holds, which until the end no other process writes."""
     with held(run.path, display.note) if world.first else nullcontext():
         existing = world.share(lambda: ledger.existing(run, recipe))
@@ -449,7 +449,7 @@ def costs(cycle: Cycle) -> dict[str, int]:
 
 
 @contextmanager
-def _continuable(run: RunFolder, again: str) -> Iterator[None]:
+def _continuable(run: RunFolder, again: str) -> Generator[None]:
     """Where a file could not be written, say what the run goes on from."""
     try:
         yield

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from past_opsd.core.nouns import PastError, Problem
+from past_opsd.core.reading import is_list, is_table
 from past_opsd.rollout.verifiers._extract import find_boxes
 from past_opsd.tasks._rows import Row, rows
 
@@ -37,7 +38,7 @@ _MARKED = re.compile(r"(?P<solution>.*?)\n?[ \t]*####[ \t]*(?P<answer>[^\n#]+?)\
 class Reading:
     """How a source is read: `columns` names columns by role, `keep` the further ones (None: all)."""
 
-    columns: Mapping[Role, str] = field(default_factory=dict)
+    columns: Mapping[Role, str] = field(default_factory=dict[Role, str])
     keep: Sequence[str] | None = None
     needs_solution: bool = True
     needs_answer: bool = True
@@ -249,7 +250,7 @@ def _text(role: str, value: Any) -> str:
 
 def _conversation(messages: list[Any]) -> str:
     """The text of a prompt given as messages: a user turn, with a system turn before it at most."""
-    turns = [m for m in messages if isinstance(m, dict)]
+    turns = [m for m in messages if is_table(m)]
     roles = [turn.get("role") for turn in turns]
     if len(turns) != len(messages) or roles not in (["user"], ["system", "user"]):
         raise _BadRowError(
@@ -262,8 +263,8 @@ def _conversation(messages: list[Any]) -> str:
 def _content(content: Any) -> str:
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    parts = content if is_list(content) else [content]
+    texts = [part.get("text") for part in parts if is_table(part) and part.get("type") == "text"]
     if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
         raise _BadRowError("a message holds something else than text")
     return "".join(str(text) for text in texts)

@@ -13,12 +13,12 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 from urllib.parse import parse_qsl
 
 from past_opsd.core.config import HUB
 from past_opsd.core.nouns import PastError
-from past_opsd.core.reading import plain
+from past_opsd.core.reading import is_table, plain
 
 _LINES = (".jsonl", ".ndjson", ".json")
 _TABLES = (".csv", ".tsv")
@@ -140,7 +140,7 @@ def _table(path: Path, name: str, wanted: Wanted) -> Iterator[Row]:
         file.seek(begin)
         try:
             reader = csv.reader(io.TextIOWrapper(file, "utf-8", newline=""), delimiter=delimiter, strict=True)
-            header = [cell.strip() for cell in next(reader, [])]
+            header = [cell.strip() for cell in next(reader, list[str]())]
             if len(set(header)) != len(header):
                 twice = next(cell for cell in header if header.count(cell) > 1)
                 raise PastError(
@@ -177,7 +177,7 @@ def _object(line: bytes, wanted: Wanted) -> dict[str, Any] | str:
 
 
 def _chosen(data: Any, wanted: Wanted) -> dict[str, Any] | str:
-    if not isinstance(data, dict):
+    if not is_table(data):
         return f'a row must be a JSON object, not {type(data).__name__}; write e.g. {{"problem": ..., "answer": ...}}'
     return {column: data[column] for column in wanted(tuple(data))}
 
@@ -186,15 +186,17 @@ def _parquet(path: Path, name: str, wanted: Wanted) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    opened: Any = pq.ParquetFile  # pyarrow has no types
+    broken = cast(type[Exception], pa.ArrowException)
     try:
-        with pq.ParquetFile(path) as file:
+        with opened(path) as file:
             columns = wanted(file.schema_arrow.names)
             number = 0
             for batch in file.iter_batches(batch_size=_BATCH, columns=columns):
                 for data in batch.to_pylist():
                     number += 1
                     yield Row(f"{path}: row {number}", f"{name}:{number}", data)
-    except (OSError, ValueError, OverflowError, MemoryError, pa.ArrowException) as error:  # a damaged file asks for all
+    except (OSError, ValueError, OverflowError, MemoryError, broken) as error:  # a damaged file asks for all
         raise PastError(f"{path}: cannot be read as Parquet ({error})") from None
 
 
@@ -219,9 +221,10 @@ def on_disk(source: str) -> bool:
         name, settings = parse_hub(source)
         if Path(name).exists():
             return True
-        from huggingface_hub import snapshot_download
+        import huggingface_hub
 
-        return bool(snapshot_download(name, repo_type="dataset", revision=settings["revision"], local_files_only=True))
+        where: dict[str, Any] = {"repo_type": "dataset", "revision": settings["revision"], "local_files_only": True}
+        return bool(cast(Any, huggingface_hub).snapshot_download(name, **where))
     except OSError:
         return False
     except (PastError, ValueError):

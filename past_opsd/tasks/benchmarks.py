@@ -20,7 +20,8 @@ from pydantic import Field
 
 from past_opsd.core import config
 from past_opsd.core.config import Place, Recipe, Section
-from past_opsd.core.nouns import PastError
+from past_opsd.core.nouns import PastError, Problem
+from past_opsd.core.reading import is_list
 from past_opsd.tasks import Problems
 from past_opsd.tasks._columns import Reading, load
 from past_opsd.tasks.dataset import accept, identity
@@ -90,7 +91,8 @@ class Options(Section):
 def build(options: Options) -> Problems:
     """Read every set now."""
     reading = Reading(keep=(), needs_solution=False, limit=options.limit)
-    sets, notes = {}, []
+    sets: dict[str, tuple[Problem, ...]] = {}
+    notes: list[str] = []
     for name, source in sources(options.sets, options.files).items():
         sets[name] = accept(load(source, reading), "refuse", notes).problems
         known = BENCHMARKS.get(name)
@@ -157,5 +159,5 @@ def lora_overrides(adapter: Path) -> list[str]:
     return [
         f"model.lora.rank={rank}",
         f"model.lora.alpha={alpha}",
-        f"model.lora.targets={json.dumps(sorted(targets) if isinstance(targets, list) else targets)}",
+        f"model.lora.targets={json.dumps(sorted(targets) if is_list(targets) else targets)}",
     ]

@@ -59,7 +59,8 @@ class Chain:
     @property
     def values(self) -> tuple[int, ...]:
         """The right value after each operation."""
-        values, digit = [], self.start
+        values: list[int] = []
+        digit = self.start
         for operation in self.operations:
             digit = apply(digit, operation)
             values.append(digit)
@@ -136,7 +137,7 @@ def build(options: Options) -> Problems:
     streams = {task: _problems(task, options.seed, held_out=False) for task in LENGTHS}
     order = tuple(LENGTHS)
     train = tuple(next(streams[order[i % len(order)]]) for i in range(options.train_problems))
-    evaluation = {}
+    evaluation: dict[str, tuple[Problem, ...]] = {}
     for task in LENGTHS:
         stream = _problems(task, options.seed, held_out=True)
         evaluation[task] = tuple(next(stream) for _ in range(options.eval_problems))
@@ -201,7 +202,8 @@ class World:
 
     def values(self, chain: Chain, misconception: float, rng: random.Random) -> list[int]:
         """The values of a whole answer; an error is carried on."""
-        values, digit = [], chain.start
+        values: list[int] = []
+        digit = chain.start
         for operation in chain.operations:
             digit = self.step(digit, operation, misconception, rng)
             values.append(digit)
@@ -209,7 +211,8 @@ class World:
 
     def revised(self, chain: Chain, attempt: Sequence[int], rng: random.Random) -> list[int]:
         """The values of an answer that has read the attempt's; beside its path the attempt says nothing."""
-        values, digit, followed = [], chain.start, chain.start
+        values: list[int] = []
+        digit = followed = chain.start
         for i, operation in enumerate(chain.operations):
             proposal = attempt[i] if i < len(attempt) and digit == followed else None
             right = apply(digit, operation)

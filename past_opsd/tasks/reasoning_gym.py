@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -60,7 +60,9 @@ def build(options: Options) -> Problems:
         raise PastError(f"task.configs names '{min(stray)}', which is not among task.tasks")
     share = -(-options.train_problems // len(options.tasks))
     pool = WorkerPool("past_opsd.rollout.verifiers._gym:make", workers=1, timeout=_PATIENCE, memory_mb=8192)
-    streams, evaluation, bare = {}, {}, []
+    streams: dict[str, Iterator[Problem]] = {}
+    evaluation: dict[str, tuple[Problem, ...]] = {}
+    bare: list[str] = []
     try:
         for name in options.tasks:
             drawn = _draw(pool, options, name, "train", share, ())

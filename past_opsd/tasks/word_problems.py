@@ -49,7 +49,7 @@ def build(options: Options) -> Problems:
     """Draw the problems; a larger set of one seed begins with the smaller one."""
     streams = {steps: _problems(options, steps, held_out=False) for steps in options.steps}
     train = tuple(next(streams[options.steps[i % len(options.steps)]]) for i in range(options.train_problems))
-    evaluation = {}
+    evaluation: dict[str, tuple[Problem, ...]] = {}
     for steps in options.steps:
         stream = _problems(options, steps, held_out=True)
         evaluation[f"{steps}-step"] = tuple(next(stream) for _ in range(options.eval_problems))
@@ -83,9 +83,9 @@ class _Story:
     scene: Scene
     largest: int
     value: int = 0
-    said: list[str] = field(default_factory=list)
-    worked: list[str] = field(default_factory=list)
-    skeleton: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list[str])
+    worked: list[str] = field(default_factory=list[str])
+    skeleton: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
         rng, scene = self.rng, self.scene

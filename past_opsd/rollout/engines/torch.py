@@ -117,7 +117,8 @@ class TorchEngine:
             age = age + 1
             over = torch.isin(choice, self._eos) | (age == limit)
             if bool(over.any()):
-                for place, length in zip(seat[over].tolist(), age[over].tolist(), strict=True):
+                places, lengths = (cast(list[int], column[over].tolist()) for column in (seat, age))
+                for place, length in zip(places, lengths, strict=True):
                     drawn[sitting.pop(place)] = (tokens[place, :length].tolist(), logps[place, :length].tolist())
                     free.append(place)
                 self.tell(len(drawn), len(requests))
@@ -127,7 +128,7 @@ class TorchEngine:
         return self._responses([drawn[i] for i in range(len(requests))])
 
     def _responses(self, drawn: Sequence[tuple[list[int], list[float]]]) -> list[Response]:
-        ends = set(self._eos.tolist())
+        ends = set(cast(list[int], self._eos.tolist()))
         texts = self._model.tokenizer.batch_decode([ids for ids, _ in drawn], skip_special_tokens=True)
         return [
             Response(tuple(ids), text, tuple(logps), ids[-1] in ends)

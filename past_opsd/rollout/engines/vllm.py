@@ -260,7 +260,7 @@ def logprobs(model: Model, view: View, tokens: Tokens, temperature: float) -> np
 def _log_probs(model: Model, paths: Sequence[tuple[View, Tokens]], temperature: float = 1.0) -> list[torch.Tensor]:
     """[rows, V] in order, a few rows at a time."""
     with torch.no_grad():
-        return [model.log_probs(states, temperature) for states in model.hidden(paths).split(ROWS)]
+        return [model.log_probs(states, temperature) for states in torch.split(model.hidden(paths), ROWS)]
 
 
 def _spread(rows: Sequence[int], count: int) -> list[int]:

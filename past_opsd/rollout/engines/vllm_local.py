@@ -1,3 +1,5 @@
+# pyright: standard
+# vLLM pins a torch of its own and is not there where types are checked.
 """vLLM inside the trainer's process."""
 
 from __future__ import annotations

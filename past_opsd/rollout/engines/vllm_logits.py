@@ -1,3 +1,5 @@
+# pyright: standard
+# vLLM pins a torch of its own and is not there where types are checked.
 """Loaded by vLLM inside its worker: draws tokens as every engine here does, and reports their log-probabilities.
 
 vLLM reports log-probabilities either before the temperature or after top-p and top-k cut the support, but never

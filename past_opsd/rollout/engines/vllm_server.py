@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -227,7 +227,7 @@ class Server:
         self._probe(served)
 
     def _probe(self, served: Served) -> None:
-        answers = []
+        answers: list[Mapping[int, float]] = []
         for probe in served.probes:
             settings = parameters(GREEDY, [], TOP)
             answers.append(self._complete(Draw(served, probe.prompt, 0), settings).top)
@@ -269,7 +269,7 @@ class Server:
         return json.loads(text) if text.startswith("{") else text
 
     @contextmanager
-    def _connection(self, timeout: float) -> Iterator[http.client.HTTPConnection]:
+    def _connection(self, timeout: float) -> Generator[http.client.HTTPConnection]:
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=timeout)
@@ -287,6 +287,6 @@ class Server:
 
 def _drawn(choice: Mapping[str, Any]) -> Drawn:
     said = choice["logprobs"]
-    first = said["top_logprobs"][0] or {}
+    first: dict[str, float] = said["top_logprobs"][0] or {}
     top = {int(key.removeprefix("token_id:")): value for key, value in first.items()}
     return Drawn(tuple(choice["token_ids"]), tuple(said["token_logprobs"]), top)

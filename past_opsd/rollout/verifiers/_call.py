@@ -14,9 +14,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from past_opsd.core.nouns import PastError, Problem, Verdict
+from past_opsd.core.reading import is_list
 from past_opsd.rollout.verifiers import Reason
 from past_opsd.rollout.verifiers._extract import find_boxes
 
@@ -95,13 +96,13 @@ def rewards(
     if conversational is None:
         conversational = isinstance(prompts[0], list)
     texts = [text for _, text, _ in items]
-    asked = {
+    asked: dict[str, Any] = {
         "prompts": [_prompt(prompt, item[0], conversational) for prompt, item in zip(prompts, items, strict=True)],
         "completions": [[{"role": "assistant", "content": text}] for text in texts] if conversational else texts,
         "completion_ids": [list(ids) for _, _, ids in items],
         "trainer_state": None,
-        "log_extra": lambda column, values: None,
-        "log_metric": lambda name, value: None,
+        "log_extra": _unheard,
+        "log_metric": _unheard,
     }
     values = _finished(function(**accepted(function, _columns([item[0] for item in items]) | asked | given)))
     if not hasattr(values, "__len__") or len(values) != len(items):
@@ -112,9 +113,13 @@ def rewards(
     return values
 
 
+def _unheard(name: str, value: Any) -> None:
+    """What TRL logs for a function is logged nowhere here."""
+
+
 def _prompt(prompt: Any, problem: Problem, conversational: bool) -> Any:
     if conversational:
-        return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        return prompt if is_list(prompt) else [{"role": "user", "content": prompt}]
     return problem.text if isinstance(prompt, list) else prompt
 
 
@@ -142,19 +147,22 @@ def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict
 
 def _verdict(value: Any, threshold: float, text: str) -> dict[str, Any]:
     if isinstance(value, Mapping):
-        value = Verdict(value["correct"], value.get("reason", ""), value.get("answer", ""))
+        said = cast(Mapping[str, Any], value)
+        value = Verdict(said["correct"], said.get("reason", ""), said.get("answer", ""))
     if isinstance(value, Verdict):
-        if not isinstance(value.correct, bool):
-            raise TypeError(f"the verdict's 'correct' must be true or false; got {value.correct!r:.80}")
+        correct = cast(object, value.correct)  # whatever somebody's function put there
+        if not isinstance(correct, bool):
+            raise TypeError(f"the verdict's 'correct' must be true or false; got {correct!r:.80}")
         reason = Reason.CORRECT.value if value.correct else str(value.reason or Reason.WRONG.value)
         if not value.correct and reason == Reason.CORRECT.value:
             raise ValueError("the verdict says both 'correct' and that it is not")
         return {"correct": value.correct, "reason": reason, "answer": str(value.answer) or _box(text)}
     if value is None:
         reason = Reason.NOT_APPLICABLE
+    elif isinstance(value, bool):
+        reason = Reason.CORRECT if value else Reason.WRONG
     elif isinstance(value, numbers.Real) and not math.isnan(value):
-        passed = value if isinstance(value, bool) else float(value) >= threshold
-        reason = Reason.CORRECT if passed else Reason.WRONG
+        reason = Reason.CORRECT if float(value) >= threshold else Reason.WRONG
     else:
         raise TypeError(f"a verifier function must give true, false, a number or a verdict; got {value!r:.80}")
     return {"correct": reason is Reason.CORRECT, "reason": reason.value, "answer": _box(text)}

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
-from typing import Any
+from typing import Any, cast
 
 import sympy
 from sympy.core.function import AppliedUndef
 
 from past_opsd.rollout.verifiers import Reason, _units
-from past_opsd.rollout.verifiers._latex import UnreadError
+from past_opsd.rollout.verifiers._latex import IMAGINARY, PI, UnreadError
 from past_opsd.rollout.verifiers._parse import parse
 from past_opsd.rollout.verifiers._regions import Piece, Region
 from past_opsd.rollout.verifiers._values import (
@@ -139,7 +139,7 @@ def _structures(gold: Value, said: Value, rules: Rules) -> bool:
     if isinstance(gold, Based) and isinstance(said, Based):
         return gold == said
     if isinstance(gold, Congruence) and isinstance(said, Congruence):
-        apart = sympy.cancel((gold.residue - said.residue) / gold.modulus)
+        apart = cast(Any, sympy.cancel((gold.residue - said.residue) / gold.modulus))
         return gold.name == said.name and equal(gold.modulus, said.modulus) and bool(apart.is_integer)
     if isinstance(gold, Matrix) and isinstance(said, Matrix):
         return _all_same([v for row in gold.rows for v in row], [v for row in said.rows for v in row], rules) and (
@@ -157,7 +157,7 @@ def _structures(gold: Value, said: Value, rules: Rules) -> bool:
 
 
 def _is_larger(factor: sympy.Expr | None) -> bool:
-    return factor is not None and bool(factor > 0)
+    return factor is not None and bool(cast(Any, factor) > 0)
 
 
 def _letter(gold: Value, said: Choice) -> bool:
@@ -281,7 +281,7 @@ def _spans(gold: Value, said: Value) -> bool:
 
 def _solutions(value: Value, other: Value) -> Value:
     r"""A list without brackets as the set that it is of, where the other is `x \in \{1, 2\}`."""
-    points = isinstance(other, Span) and all(piece.low == piece.high for piece in other.region.pieces)
+    points = isinstance(other, Span) and all(bool(cast(Any, piece.low) == piece.high) for piece in other.region.pieces)
     if points and isinstance(value, Items) and not (value.brackets or value.names):
         return value if _repeats(value) else Items(value.values, "{}")
     return value
@@ -381,13 +381,13 @@ def _angles(gold: Number, said: Number, rules: Rules) -> bool:
     if gold.unit and said.unit:
         return False
     bare = said if gold.unit else gold
-    if bare.expr.has(sympy.pi) and (bare.expr / sympy.pi).is_rational:
+    if bare.expr.has(PI) and (bare.expr / PI).is_rational:
         return equal(_radians(gold), _radians(said))
     return _amounts(gold, said, rules)
 
 
 def _radians(number: Number) -> sympy.Expr:
-    return number.expr * sympy.pi / 180 if number.unit == "degree" else number.expr
+    return number.expr * PI / 180 if number.unit == "degree" else number.expr
 
 
 def _amounts(gold: Number, said: Number, rules: Rules) -> bool:
@@ -395,7 +395,7 @@ def _amounts(gold: Number, said: Number, rules: Rules) -> bool:
     if equal(gold.expr, said.expr) or equal(_with_i(gold.expr, said.expr), _with_i(said.expr, gold.expr)):
         return True
     if not (gold.expr.is_number and said.expr.is_number):
-        return _of_integration(gold.expr) and equal(gold.expr, said.expr.subs(_SMALL_C, _BIG_C))
+        return _of_integration(gold.expr) and equal(gold.expr, cast(sympy.Expr, said.expr.subs(_SMALL_C, _BIG_C)))
     if gold.scientific != said.scientific:
         short, exact = (gold, said) if gold.scientific else (said, gold)
         enough = short.digits >= _SCIENTIFIC_DIGITS and short.places != short.digits - 1
@@ -433,7 +433,7 @@ def equal(a: sympy.Expr, b: sympy.Expr) -> bool:
     a, b = _plain(a), _plain(b)
     if a.is_number and b.is_number:
         if not (a.is_finite and b.is_finite):
-            return a == b and a not in (sympy.nan, sympy.zoo)
+            return bool(cast(Any, a) == b) and a not in (sympy.nan, sympy.zoo)
         return is_zero(a - b)
     if a.is_number != b.is_number and not (a.free_symbols and b.free_symbols):
         return False
@@ -449,19 +449,19 @@ def equal(a: sympy.Expr, b: sympy.Expr) -> bool:
         if not is_zero(x - y):
             return False
         looked = True
-    return looked or a - b == 0
+    return looked or bool(cast(Any, a - b) == 0)
 
 
 def _with_i(expr: sympy.Expr, other: sympy.Expr) -> Any:
     """With j for the imaginary unit where the other has i."""
     j = sympy.Symbol("j", real=True)
-    return expr.subs(j, sympy.I) if other.has(sympy.I) and not expr.has(sympy.I) else expr
+    return cast(Any, expr).subs(j, IMAGINARY) if other.has(IMAGINARY) and not expr.has(IMAGINARY) else expr
 
 
 def _plain(expr: sympy.Expr) -> Any:
     """With every unknown function's value as a variable of its own."""
     unknown = sorted(expr.atoms(AppliedUndef), key=str)
-    return expr.xreplace({f: sympy.Symbol("f_" + str(f), real=True) for f in unknown})
+    return cast(Any, expr).xreplace({f: sympy.Symbol("f_" + str(f), real=True) for f in unknown})
 
 
 def _at(expr: sympy.Expr, points: Sequence[sympy.Expr]) -> sympy.Expr | None:

@@ -1,3 +1,5 @@
+# pyright: standard
+# reasoning-gym is an extra, and not there where types are checked.
 r"""reasoning-gym in a worker process: makes problems and scores answers.
 
 Both run under one fixed hash seed, since some of its tasks follow the order of a set. For scoring the entry is made

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import cast
 
 import sympy
 
@@ -23,11 +24,17 @@ _TIMES = (r"\cdot", r"\times", "*", r"\ast")
 _OVER = ("/", r"\div")
 _REMAINDER = (r"\bmod", r"\mod", r"\pmod")
 _OPERATORS = _TIMES + _OVER + _REMAINDER
+
+
+def _common_log(x: sympy.Expr) -> sympy.Expr:
+    return sympy.log(x, 10)
+
+
 _FUNCTIONS: dict[str, Callable[[sympy.Expr], sympy.Expr]] = {
     name: getattr(sympy, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp")
 } | {
     "ln": sympy.log,
-    "lg": lambda x: sympy.log(x, 10),
+    "lg": _common_log,
     "tg": sympy.tan,
     "ctg": sympy.cot,
     "arcsin": sympy.asin,
@@ -59,7 +66,9 @@ _OPEN = {"(": ")", "{": "}", "[": "]", r"\{": r"\}", r"\lbrace": r"\rbrace"}
 _TEXTUAL = words(r"\text \textbf \textit \textrm \mathrm \mathbf \mathit \mathsf \operatorname \mbox")
 _MARKED = words(r"\overline \bar \vec \hat \tilde \overrightarrow \widehat \dot \ddot \mathcal \mathbb \mathfrak")
 _LONGEST = 4000  # Python converts no more than 4300 digits
-_CONSTANTS = {r"\pi": sympy.pi, r"\infty": sympy.oo, "∞": sympy.oo}
+# sympy's singletons have no types of their own.
+E, IMAGINARY, INFINITY, PI = cast(tuple[sympy.Expr, ...], (sympy.E, sympy.I, sympy.oo, sympy.pi))
+_CONSTANTS: dict[str, sympy.Expr] = {r"\pi": PI, r"\infty": INFINITY, "∞": INFINITY}
 
 
 class UnreadError(ValueError):
@@ -84,6 +93,10 @@ def decimal(text: str) -> sympy.Expr:
     if len(text) > _LONGEST:
         raise UnreadError("a number of thousands of digits")
     return sympy.Rational(text)
+
+
+def _root(base: sympy.Expr, degree: sympy.Expr) -> sympy.Expr:
+    return base ** cast(sympy.Expr, 1 / degree)
 
 
 def _opaque(name: str, *arguments: sympy.Basic) -> sympy.Expr:
@@ -174,7 +187,7 @@ class _Parser:
                     value = sympy.factorial(value)
             elif self.next == "^" and self.after_caret() == r"\circ":
                 self.skip_script()
-                value = value * sympy.pi / 180
+                value = value * PI / 180
             else:
                 return value
 
@@ -308,18 +321,18 @@ class _Parser:
         if self.next == "[":
             degree = self.bracketed()
         if self.next == "(":
-            return self.bracketed() ** (1 / degree)
+            return _root(self.bracketed(), degree)
         if self.kind == "number":
-            return decimal(self.take()) ** (1 / degree)
-        return self.argument() ** (1 / degree)
+            return _root(decimal(self.take()), degree)
+        return _root(self.argument(), degree)
 
     def named(self, letter: str) -> sympy.Expr:
         """Euler's number, the imaginary unit, a variable, or a function's value such as f(3)."""
         if self.next not in ("_", "'"):
             if letter == "e":
-                return sympy.E
+                return E
             if letter in ("i", "I"):
-                return sympy.I
+                return IMAGINARY
         return self.subscripted(letter)
 
     def subscripted(self, name: str) -> sympy.Expr:
@@ -343,7 +356,7 @@ class _Parser:
 
     def task(self, name: str) -> sympy.Expr:
         r"""`\sum_{k=1}^{n} k` with its bounds as they are written."""
-        bounds = []
+        bounds: list[sympy.Expr] = []
         while self.next in ("_", "^"):
             mark = self.take()
             inner = "".join(t for _, t in self.group())

@@ -284,7 +284,7 @@ def _both_signs(item: str) -> list[str]:
         return [item]
     tied = r"\mp" in signs
     choices = [(0,) * count, (1,) * count] if tied else list(product((0, 1), repeat=count))
-    values = []
+    values: list[str] = []
     for choice in choices:
         parts = list(signs)
         for i, flip in enumerate(choice):

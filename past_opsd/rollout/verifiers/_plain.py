@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 from math_verify import parse, verify
 
@@ -15,6 +15,6 @@ _NEVER: Any = None
 def accepts(gold: str, response: str) -> str:
     """ "yes" or "no"; a gold answer that is not marked as mathematics is marked so first, as its authors advise."""
     marked = any(sign in gold for sign in ("$", r"\(", r"\[", r"\boxed"))
-    target = parse(gold if marked else f"${gold}$", parsing_timeout=_NEVER)
-    found = parse(response, parsing_timeout=_NEVER)
+    target = cast(Any, parse(gold if marked else f"${gold}$", parsing_timeout=_NEVER))
+    found = cast(Any, parse(response, parsing_timeout=_NEVER))
     return "yes" if verify(target, found, timeout_seconds=_NEVER) else "no"

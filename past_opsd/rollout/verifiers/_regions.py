@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cmp_to_key
-from typing import Any
+from typing import Any, cast
 
 import sympy
 
-from past_opsd.rollout.verifiers._latex import UnreadError
+from past_opsd.rollout.verifiers._latex import INFINITY, UnreadError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,12 @@ class Region:
         return Region.of(*self.pieces, *other.pieces)
 
     def complement(self) -> Region:
-        gaps, low, low_in = [], -sympy.oo, False
+        gaps: list[Piece] = []
+        low, low_in = -INFINITY, False
         for piece in self.pieces:
             gaps.append(Piece(low, piece.low, low_in, not piece.low_in))
             low, low_in = piece.high, not piece.high_in
-        return Region.of(*gaps, Piece(low, sympy.oo, low_in, False))
+        return Region.of(*gaps, Piece(low, INFINITY, low_in, False))
 
     def intersection(self, other: Region) -> Region:
         if self == EVERYTHING or other == EVERYTHING:
@@ -66,7 +67,7 @@ def order(a: sympy.Expr, b: sympy.Expr) -> int:
         return 1 if difference > 0 else -1
     if difference.is_zero:
         return 0
-    value = sympy.N(difference, 15, maxn=200)
+    value = cast(Any, sympy.N(difference, 15, maxn=200))
     if not value.is_extended_real:
         raise UnreadError("an end that is no real number")
     if abs(value) < sympy.Float("1e-80"):
@@ -109,9 +110,10 @@ def solve(left: sympy.Expr, sign: str, right: sympy.Expr, free: sympy.Basic) -> 
     if right == free and not left.has(free):
         return _half({"<": ">", ">": "<", "<=": ">=", ">=": "<="}.get(sign, sign), left)
     if sign in ("!=", "="):
-        points = _from_sympy(sympy.solveset(left - right, free, sympy.S.Reals))
+        points = _from_sympy(cast(Any, sympy).solveset(left - right, free, sympy.S.Reals))
         return points.complement() if sign == "!=" else points
-    relation = {"<": sympy.Lt, ">": sympy.Gt, "<=": sympy.Le, ">=": sympy.Ge}[sign](left, right)
+    relations: dict[str, Any] = {"<": sympy.Lt, ">": sympy.Gt, "<=": sympy.Le, ">=": sympy.Ge}
+    relation = relations[sign](left, right)
     if relation in (sympy.true, sympy.false):
         return EVERYTHING if relation == sympy.true else NOTHING
     try:

@@ -3,6 +3,7 @@ r"""What an answer's text may say, as typed values: a number with its unit, a li
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import sympy
 
@@ -149,10 +150,10 @@ def _is_plain(number: Number) -> bool:
 def is_zero(difference: sympy.Expr) -> bool:
     """Is a number without variables zero? Exactly where it is rational, else to eighty digits."""
     if difference.is_Rational:
-        return difference == 0
+        return bool(cast(Any, difference) == 0)
     if difference.is_zero is not None:
         return bool(difference.is_zero)
-    size = abs(sympy.N(difference, 15, maxn=400))
+    size = abs(cast(Any, sympy.N(difference, 15, maxn=400)))
     return bool(size.is_number and size.is_finite and size < sympy.Float("1e-80"))
 
 
@@ -161,4 +162,5 @@ def rounds_to(exact: sympy.Expr, decimal: Number) -> bool:
     if decimal.places is None or not exact.is_number or exact.is_extended_real is False or not exact.is_finite:
         return False
     off = abs(exact - decimal.expr) * sympy.Integer(10) ** decimal.places
-    return bool(sympy.N(off - sympy.Rational(1, 2), 20) <= 0)
+    rest = cast(Any, sympy.N(off - sympy.Rational(1, 2), 20))
+    return bool(rest <= 0)

@@ -6,7 +6,7 @@ import json
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from past_opsd.core.config import plugin
 from past_opsd.core.files import whole
 from past_opsd.core.nouns import PastError, Problem, Response, Verdict
-from past_opsd.core.reading import plain, room
+from past_opsd.core.reading import is_table, plain, room
 from past_opsd.rollout.verifiers import Verifier
 from past_opsd.rollout.verifiers.pool import WorkerPool
 
@@ -66,9 +66,9 @@ class Summary:
     correct: int = 0
     bad: int = 0
     seconds: float = 0.0
-    reasons: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter[str])
     compared: Pair = field(default_factory=Pair)
-    by_source: dict[str, Pair] = field(default_factory=dict)
+    by_source: dict[str, Pair] = field(default_factory=dict[str, Pair])
     suspect: Pair = field(default_factory=Pair)
     policy: Pair = field(default_factory=Pair)
 
@@ -180,7 +180,7 @@ def _parse(line: bytes, protocol_field: str | None) -> _Row:
         data = json.loads(line.decode())
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ValueError("not a JSON object in UTF-8") from None
-    if not isinstance(data, dict):
+    if not is_table(data):
         raise ValueError("not a JSON object")
     gold = _string(data, "gold", "gold")
     text = _string(data, "prediction", "prediction" if "prediction" in data else "response")
@@ -236,7 +236,7 @@ def _group(row: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _replacing(out: Path | None) -> Iterator[IO[bytes] | None]:
+def _replacing(out: Path | None) -> Generator[IO[bytes] | None]:
     """A file that takes the place of `out` when the block ends well, and goes away when it does not."""
     if out is None:
         yield None
@@ -286,7 +286,7 @@ def _graded(path: Path) -> bool:
             row = json.loads(file.readline(1 << 20))
         except (ValueError, RecursionError):
             return False
-    return isinstance(row, dict) and {"correct", "reason"} <= set(row)
+    return is_table(row) and {"correct", "reason"} <= set(row)
 
 
 def verify(

@@ -53,8 +53,8 @@ class _Worker:
 class _State:
     """What outlives the pool object, so that a finaliser can end the workers."""
 
-    workers: list[_Worker] = field(default_factory=list)
-    inbox: queue.SimpleQueue[tuple[_Worker, bytes]] = field(default_factory=queue.SimpleQueue)
+    workers: list[_Worker] = field(default_factory=list[_Worker])
+    inbox: queue.SimpleQueue[tuple[_Worker, bytes]] = field(default_factory=queue.SimpleQueue[tuple[_Worker, bytes]])
 
     def end(self, worker: _Worker) -> None:
         self.workers.remove(worker)
