@@ -39,10 +39,6 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-TEMPLATES.filters |= {
-    "percent": lambda share: f"{100 * share:.1f}",
-    "points": lambda share: f"{100 * share:+.1f}".replace("-", "−"),
-}
 
 
 @dataclass(frozen=True)
@@ -85,6 +81,17 @@ class Axis:
     def at(self, share: float) -> str:
         """A place on it, in percent of its length."""
         return f"{100 * (share - self.low) / max(self.high - self.low, 1e-9):.1f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:+.1f}".replace("-", "−")
+
+
+TEMPLATES.filters |= {"percent": _percent, "points": _points}
 
 
 def is_page(file: Path) -> bool:

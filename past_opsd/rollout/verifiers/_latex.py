@@ -96,7 +96,7 @@ def decimal(text: str) -> sympy.Expr:
 
 
 def _root(base: sympy.Expr, degree: sympy.Expr) -> sympy.Expr:
-    return base ** cast(sympy.Expr, 1 / degree)
+    return base ** (1 / degree)
 
 
 def _opaque(name: str, *arguments: sympy.Basic) -> sympy.Expr:
