@@ -174,8 +174,8 @@ def _train(recipe: Recipe, folder: Path) -> Counts:
     counts, middle = Counts(), recipe.run.cycles // 2
     run = RunFolder(folder)
 
-    def opened(parts: Session) -> None:
-        parts.loop.learner = _Counting(parts.loop.learner, counts)
+    def opened(session: Session) -> None:
+        session.loop.learner = _Counting(session.loop.learner, counts)
 
     def at_the_middle() -> bool:
         return len(run.read_metrics()) >= middle
@@ -198,14 +198,13 @@ class _Counting:
         return self.learner.versions
 
     def step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]:
-        paths = {(term.live, term.tokens) for term in terms}
-        self.counts.tokens[phase] += sum(len(tokens) for _, tokens in paths)
+        self.counts.tokens[phase] += sum({(term.live, term.tokens): term.supervised for term in terms}.values())
         metrics = self.learner.step(phase, terms)
         self.counts.updates[phase] += int(metrics[f"{phase}/stepped"])
         return metrics
 
-    def blend(self, source: Adapter, target: Adapter, share: float) -> None:
-        self.learner.blend(source, target, share)
+    def merge(self, source: Adapter, target: Adapter, weight: float) -> None:
+        self.learner.merge(source, target, weight)
 
     def reset(self, adapter: Adapter) -> None:
         self.learner.reset(adapter)

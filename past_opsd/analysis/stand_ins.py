@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -96,8 +97,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, positions: int) -> Qwen3ForCa
         max_position_embeddings=positions,
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=cast(int, tokenizer.eos_token_id),
+        pad_token_id=cast(int, tokenizer.pad_token_id),
         dtype="bfloat16",
     )
     generator = torch.Generator().manual_seed(0)

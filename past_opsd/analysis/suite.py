@@ -185,7 +185,7 @@ class _Running:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         for _ in range(2):  # the second time at once
             self.end(again=True)
             time.sleep(0.2 * bool(self.count))

@@ -425,7 +425,7 @@ def _named(kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
 def _places_in(tree: Mapping[str, Any], path: str = "") -> list[str]:
     inner = [(f"{path}{key}", value) for key, value in tree.items()]
     return [key for key, _ in inner] + [
-        place for key, value in inner if isinstance(value, Mapping) for place in _places_in(value, f"{key}.")
+        place for key, value in inner if is_table(value) for place in _places_in(value, f"{key}.")
     ]
 
 

@@ -11,7 +11,7 @@ think, and none for the teacher, who is. `aligned_from` says from which token on
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import takewhile

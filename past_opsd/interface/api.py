@@ -149,11 +149,11 @@ def evaluate(recipe: Recipe | str | Path, adapter: Folder | None = None, *, worl
         from past_opsd.run import checkpoint
         from past_opsd.run.train import session
 
-        with session(chosen, world=processes) as parts:
+        with session(chosen, world=processes) as assembled:
             if adapter is not None:
-                checkpoint.load_adapter(parts.model, "student", Path(adapter))
-                parts.loop.publish()
-            return parts.evaluate(0)
+                checkpoint.load_adapter(assembled.model, "student", Path(adapter))
+                assembled.loop.publish()
+            return assembled.evaluate(0)
 
 
 def probe(

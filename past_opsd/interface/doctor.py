@@ -96,18 +96,18 @@ def table(recipe: Recipe, rows: Sequence[Row]) -> Table:
 
 def full(recipe: Recipe, repeats: int, watch: Watch) -> list[Row]:
     """All checks with the recipe's own model and data."""
-    with session(small(recipe)) as parts:
-        problems = choose(parts.loop.problems, repeats)
-        head = parts.model.head
+    with session(small(recipe)) as assembled:
+        problems = choose(assembled.loop.problems, repeats)
+        head = assembled.model.head
         size = exact.Size(head.shape[1], min(head.shape[0], MADE_VOCAB), head.dtype, head.device)
         first = [
-            prompt_modes(recipe, parts.model.tokenizer, problems, watch),
-            training_protocol(parts, recipe, problems, watch),
-            evaluation_protocol(parts, recipe, repeats, watch, 2 if slow(recipe) else 8),
+            prompt_modes(recipe, assembled.model.tokenizer, problems, watch),
+            training_protocol(assembled, recipe, problems, watch),
+            evaluation_protocol(assembled, recipe, repeats, watch, 2 if slow(recipe) else 8),
         ]
-        perturb(parts)
-        first += numerics(parts, size, repeats, watch)
-        semantic = semantics(parts, repeats, watch)
+        perturb(assembled)
+        first += numerics(assembled, size, repeats, watch)
+        semantic = semantics(assembled, repeats, watch)
     ended, resumed = runs(recipe, repeats, watch)
     return [*first, ended, semantic, resumed]
 
@@ -123,12 +123,12 @@ def dry(recipe: Recipe, repeats: int, watch: Watch) -> list[Row]:
     dtype, device = getattr(torch, choice.dtype), torch.device(choice.device)
     size = exact.Size(shape.hidden, min(shape.vocab, MADE_VOCAB), dtype, device)
     copy, note = embedded_copy(recipe), "on the embedded model"
-    with session(small(copy, implementation=recipe.learner.implementation)) as parts:
+    with session(small(copy, implementation=recipe.learner.implementation)) as assembled:
         limit = recipe.model.max_context or UNKNOWN
-        evaluation = evaluation_protocol(parts, recipe, repeats, watch, 8, limit)
-        perturb(parts)
-        rows = numerics(parts, size, repeats, watch)
-        semantic = semantics(parts, repeats, watch, note)
+        evaluation = evaluation_protocol(assembled, recipe, repeats, watch, 8, limit)
+        perturb(assembled)
+        rows = numerics(assembled, size, repeats, watch)
+        semantic = semantics(assembled, repeats, watch, note)
     ended, resumed = runs(copy, repeats, watch, note)
     return [
         modes,
@@ -195,10 +195,10 @@ def embedded_copy(recipe: Recipe) -> Recipe:
     return config.load("embedded/_base", tables)
 
 
-def perturb(parts: Session) -> None:
+def perturb(session: Session) -> None:
     """Move both adapters off the identity: at the start every divergence between them is exactly zero."""
-    parts.model.perturb(seed=7, scale=0.02)
-    parts.loop.publish()
+    session.model.perturb(seed=7, scale=0.02)
+    session.loop.publish()
 
 
 class _Snapshot(Silent):
@@ -269,36 +269,36 @@ def _ends(recipe: Recipe, runs: Sequence[Path]) -> list[tuple[np.ndarray, dict[A
     adapter.
     """
     out: list[tuple[np.ndarray, dict[Adapter, torch.Tensor]]] = []
-    with session(recipe) as parts:
-        task = parts.task
+    with session(recipe) as assembled:
+        task = assembled.task
         few = Problems(task.identity, (), {name: tuple(p)[:4] for name, p in task.evaluation().items()}, task.style)
-        start = _vectors(parts)
+        start = _vectors(assembled)
         for run in runs:
-            checkpoint.load_adapters(parts.model, RunFolder(run).checkpoint(1))
-            reached = _vectors(parts)
+            checkpoint.load_adapters(assembled.model, RunFolder(run).checkpoint(1))
+            reached = _vectors(assembled)
             moved: dict[Adapter, torch.Tensor] = {a: reached[a] - start[a] for a in TRAINABLE}
-            checkpoint.load_adapter(parts.model, "student", RunFolder(run).checkpoint(recipe.run.cycles))
-            parts.loop.publish()
+            checkpoint.load_adapter(assembled.model, "student", RunFolder(run).checkpoint(recipe.run.cycles))
+            assembled.loop.publish()
             result = evaluate(
-                parts.loop.lab,
-                parts.loop.prompts,
+                assembled.loop.lab,
+                assembled.loop.prompts,
                 few,
                 recipe.evaluation,
                 adapter="student",
-                versions=parts.model.versions,
+                versions=assembled.model.versions,
                 seed=derive_seed("doctor", recipe.run.seed),
                 step=recipe.run.cycles,
-                max_context=parts.model.max_context,
+                max_context=assembled.model.max_context,
             )
             outcomes = np.concatenate([values.flatten() for values in result.outcomes().values()])
             out.append((outcomes, moved))
     return out
 
 
-def _vectors(parts: Session) -> dict[Adapter, torch.Tensor]:
+def _vectors(session: Session) -> dict[Adapter, torch.Tensor]:
     """Each adapter as one vector."""
     return {
-        adapter: torch.cat([p.detach().flatten().clone() for p in parts.model.parameters(adapter).values()])
+        adapter: torch.cat([p.detach().flatten().clone() for p in session.model.parameters(adapter).values()])
         for adapter in TRAINABLE
     }
 

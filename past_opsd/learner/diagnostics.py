@@ -96,7 +96,7 @@ class Log:
         at = forks.highest(entropy, lengths, [forks.SHARE] * len(lengths)).to(kl.dtype)
         opened = (entropy >= forks.OPEN).to(kl.dtype)
         columns = torch.stack((at * kl, kl, at, at * entropy, opened))  # [5, T]
-        means = [part.mean(1).tolist() for part in columns.split(list(lengths), 1)]
+        means = [cast(list[float], part.mean(1).tolist()) for part in torch.split(columns, list(lengths), 1)]
         there, all_of_it, chosen, height, count = zip(*means, strict=True)
         self._mean(f"{name}/fork_kl", [a / n for a, n in zip(there, chosen, strict=True)])
         rest = [(b - a) / (1 - n) for a, b, n in zip(there, all_of_it, chosen, strict=True) if n < 1]

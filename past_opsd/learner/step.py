@@ -298,8 +298,10 @@ def stack_jobs(sequences: Sequence[Sequence[Weighted]], device: torch.device) ->
         own = [next((t, w) for t, w in terms if t.name == name) for terms in sequences]
         losses = [Loss.of(t.loss) for t, _ in own]
         weights = torch.tensor([w for _, w in own], device=device).repeat_interleave(lengths)
-        for first, (term, _) in zip((lengths.cumsum(0) - lengths).tolist(), own, strict=True):
-            weights[first : first + term.start] = 0.0
+        end = 0
+        for term, _ in own:
+            weights[end : end + term.start] = 0.0
+            end += len(term.tokens)
         loss = losses[0].stack(losses, lengths)
         jobs[name] = fused.Job(loss, weights, frozen=own[0][0].frozen is not None, always=True)
     return jobs

@@ -105,7 +105,7 @@ class H2sd(Method):
         self._rollout = rollout
         self._cycle = 0
         self._hints: dict[str, str] = {}
-        self._counts = dict.fromkeys(COUNTS, 0)
+        self._counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self._groups: dict[str, float] = {}
 
     @property

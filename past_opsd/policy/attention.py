@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import causal_lower_right  # pyright: ignore[reportUnknownVariableType]
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, masking_utils
 from transformers.integrations import sdpa_attention

@@ -80,7 +80,7 @@ def write(file: Path, rows: Sequence[Row]) -> None:
 
 def read(file: Path, vocabulary: int = 2**31, max_context: int = 2**31) -> list[Row]:
     """The rows of a cycle, checked against the sizes of the model that reads them: the file may be anybody's."""
-    rows = read_table(file).to_pylist()
+    rows: list[Row] = read_table(file).to_pylist()
     try:
         for row in rows:
             _check(row, vocabulary, max_context)
@@ -89,8 +89,8 @@ def read(file: Path, vocabulary: int = 2**31, max_context: int = 2**31) -> list[
     return rows
 
 
-def read_table(file: Path) -> pa.Table:
-    """The rows of a cycle as they stand, within bounds."""
+def read_table(file: Path) -> Any:
+    """The rows of a cycle as they stand, a `pyarrow.Table`, within bounds."""
     plain(file, MOST)
     try:
         with pq.ParquetFile(file) as opened:

@@ -1,3 +1,5 @@
+# pyright: standard
+# Every table is pyarrow's, which has no types.
 """A run's records as Arrow tables, for notebooks and scripts; `.to_pandas()` makes a data frame of each."""
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ _DECIDES = ("model", "engine", "verifier")  # of a recipe, beside what the work 
 
 
 @contextmanager
-def kept(run: RunFolder, loop: Loop, world: World, identity: Mapping[str, Any]) -> Iterator[None]:
+def kept(run: RunFolder, loop: Loop, world: World, identity: Mapping[str, Any]) -> Generator[None]:
     """Around what comes before the first cycle, which takes samples that are there already and keeps the others."""
     keeper, began = _Keeper(run, loop, world, identity), time.perf_counter()
     before, loop.door = loop.door, keeper

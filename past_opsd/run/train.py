@@ -166,11 +166,11 @@ def assemble(
 @contextmanager
 def session(recipe: Recipe, verifier: Verifier | None = None, world: World | None = None) -> Generator[Session]:
     """An assembled run, closed at the end."""
-    parts = assemble(recipe, verifier, world)
+    assembled = assemble(recipe, verifier, world)
     try:
-        yield parts
+        yield assembled
     finally:
-        parts.close()
+        assembled.close()
 
 
 @dataclass
@@ -200,7 +200,7 @@ def train(
     stop: Callable[[], bool] = lambda: False,
     world: World | None = None,
     step: int | None = None,
-    opened: Callable[[Session], None] = lambda parts: None,
+    opened: Callable[[Session], None] = lambda assembled: None,
     patient: bool = True,
     again: str = "--resume",
 ) -> Outcome:
@@ -223,33 +223,33 @@ def train(
     with (
         _continuable(run, again),
         _opened(recipe, run, resume, world, display, again) as existing,
-        session(recipe, verifier, world) as parts,
+        session(recipe, verifier, world) as assembled,
         asking() as asked,
     ):
-        _enough(recipe, len(parts.loop.problems))
-        for note in parts.notes:
+        _enough(recipe, len(assembled.loop.problems))
+        for note in assembled.notes:
             display.note(note)
-        _same_setup(parts)
+        _same_setup(assembled)
 
         def stopping() -> bool:
             return world.any(asked() or stop())
 
         state: dict[str, Any] = {"next_cycle": 0}
         if existing:
-            state = _restore(parts, run, display, step)
+            state = _restore(assembled, run, display, step)
         else:
             under_way = "finishing what comes before the first cycle, then a checkpoint"
-            _begin(parts, run)
+            _begin(assembled, run)
         start = state["next_cycle"]
-        opened(parts)
+        opened(assembled)
         clock = Clock(display.phase)
-        parts.loop.lab.span = clock.span
+        assembled.loop.lab.span = clock.span
         if world.first:
             run.rewind(start)
         if existing:
             under_way = f"finishing what comes before cycle {start + 1}"
-            _account(parts, run, state, display)
-        recorder = Recorder(run, parts.ledger.digests, world.size) if world.first else None
+            _account(assembled, run, state, display)
+        recorder = Recorder(run, assembled.ledger.digests, world.size) if world.first else None
         if recorder is not None and start == 0:
             recorder.prepared(phase1.seconds(run))
         watcher = Watcher(run.read_metrics()) if world.first else Watcher([])
@@ -260,14 +260,14 @@ def train(
             clock.cycle = k
             under_way = _to_finish(recipe, k)
             with profiler.operations(k - start) if profiler else nullcontext():
-                cycle = parts.loop.cycle(k, clock.phase)
+                cycle = assembled.loop.cycle(k, clock.phase)
             clock.stop()
             if recorder is not None:
-                metrics = _record(recorder, k, cycle, parts.ledger.costs, clock.seconds(k))
+                metrics = _record(recorder, k, cycle, assembled.ledger.costs, clock.seconds(k))
                 for warning in watcher.see(metrics):
                     display.note(f"cycle {k}: {warning}")
                 display.cycle(k, metrics)
-            _boundary(parts, run, k + 1, display, clock, last=stopping())
+            _boundary(assembled, run, k + 1, display, clock, last=stopping())
             if profiler:
                 profiler.write(clock)
         completed = world.share(lambda: run.steps()[-1])
@@ -293,11 +293,11 @@ def _to_finish(recipe: Recipe, k: int) -> str:
     return f"finishing cycle {k + 1} of {recipe.run.cycles}, then {then}"
 
 
-def _same_setup(parts: Session) -> None:
+def _same_setup(session: Session) -> None:
     """Refuse processes that would not compute the same: another model revision, data file or package."""
-    if parts.world.alone:
+    if session.world.alone:
         return
-    setups = parts.world.gather(parts.identity)
+    setups = session.world.gather(session.identity)
     for rank, setup in enumerate(setups):
         found = differences(setups[0], setup)
         if found:
@@ -332,18 +332,18 @@ def outcome(recipe: Recipe, run: RunFolder, completed: int) -> Outcome:
     return Outcome(run.path, completed, recipe.run.cycles, evaluations, warnings)
 
 
-def _begin(parts: Session, run: RunFolder) -> None:
+def _begin(session: Session, run: RunFolder) -> None:
     """What comes before the first cycle, up to its checkpoint."""
     # No draw of ours comes from a global stream; a user's verifier or task may, so those streams start from the seed.
-    random.seed(derive_seed(parts.recipe.run.seed, "python"))
-    torch.manual_seed(derive_seed(parts.recipe.run.seed, "torch") >> 1)
-    if parts.world.first:
-        run.write_recipe(parts.recipe)
-        run.write_code({kind: own.source(thing) for kind, thing in parts.own_code().items()})
-    with phase1.kept(run, parts.loop, parts.world, parts.identity):
-        parts.loop.prepare()
-    _evaluate(parts, run, 0, None)
-    _checkpoint(parts, run, 0)
+    random.seed(derive_seed(session.recipe.run.seed, "python"))
+    torch.manual_seed(derive_seed(session.recipe.run.seed, "torch") >> 1)
+    if session.world.first:
+        run.write_recipe(session.recipe)
+        run.write_code({kind: own.source(thing) for kind, thing in session.own_code().items()})
+    with phase1.kept(run, session.loop, session.world, session.identity):
+        session.loop.prepare()
+    _evaluate(session, run, 0, None)
+    _checkpoint(session, run, 0)
 
 
 def _protected(recipe: Recipe, run: RunFolder) -> set[int]:
@@ -351,86 +351,86 @@ def _protected(recipe: Recipe, run: RunFolder) -> set[int]:
     return evaluation_steps(recipe) | {s for s in run.steps() if run.evaluations.path(s).exists()}
 
 
-def _restore(parts: Session, run: RunFolder, display: Display, step: int | None = None) -> dict[str, Any]:
+def _restore(session: Session, run: RunFolder, display: Display, step: int | None = None) -> dict[str, Any]:
     """Everything as it was at a boundary; returns the checkpoint's plain state."""
-    path, notes = parts.world.share(lambda: chosen(run, step))
+    path, notes = session.world.share(lambda: chosen(run, step))
     for note in notes:
         display.note(note)
     if path is None:
         raise PastError(f"{run}: no checkpoint is whole; start again in another folder (--out)")
     if not path.is_dir():
         raise PastError(
-            f"rank {parts.world.rank} on {socket.gethostname()} does not see {path}; --out must be a folder that all "
+            f"rank {session.world.rank} on {socket.gethostname()} does not see {path}; --out must be a folder that all "
             "machines share"
         )
     state = checkpoint.read_state(path)
-    for note in continued(run, state, parts.recipe, parts.identity):
+    for note in continued(run, state, session.recipe, session.identity):
         display.note(note)
-    checkpoint.restore(path, parts.model, parts.learner, state)
+    checkpoint.restore(path, session.model, session.learner, state)
     if run.checkpoint(state["next_cycle"]) != path:
         raise PastError(f"{path}: its state.json is that of boundary {state['next_cycle']}, so it is another run's")
-    checkpoint.restore_method(path, state, parts.loop.method)
-    parts.loop.publish()
-    if parts.world.first:
+    checkpoint.restore_method(path, state, session.loop.method)
+    session.loop.publish()
+    if session.world.first:
         checkpoint.set_aside(run, after=state["next_cycle"], label="damaged" if step is None else "later")
-        checkpoint.prune(run, parts.recipe.run.keep_checkpoints, _protected(parts.recipe, run))
+        checkpoint.prune(run, session.recipe.run.keep_checkpoints, _protected(session.recipe, run))
     display.note(f"resuming from {path}")
     return state
 
 
-def _account(parts: Session, run: RunFolder, state: dict[str, Any], display: Display) -> None:
+def _account(session: Session, run: RunFolder, state: dict[str, Any], display: Display) -> None:
     """Take up what was counted before; where an evaluation of this very boundary is due, it is made (again)."""
-    parts.ledger = parts.world.share(lambda: ledger.take_up(run, state, parts.recipe, display.note))
-    if parts.world.share(lambda: not run.evaluations.path(state["next_cycle"]).is_file()):
-        _evaluate(parts, run, state["next_cycle"], display)
+    session.ledger = session.world.share(lambda: ledger.take_up(run, state, session.recipe, display.note))
+    if session.world.share(lambda: not run.evaluations.path(state["next_cycle"]).is_file()):
+        _evaluate(session, run, state["next_cycle"], display)
         checkpoint.restore_rng(state)
 
 
-def _boundary(parts: Session, run: RunFolder, step: int, display: Display, clock: Clock, last: bool) -> None:
+def _boundary(session: Session, run: RunFolder, step: int, display: Display, clock: Clock, last: bool) -> None:
     """After a complete cycle: evaluate and checkpoint where the recipe says so, and always at the end."""
-    section = parts.recipe.run
-    if step in evaluation_steps(parts.recipe):
+    section = session.recipe.run
+    if step in evaluation_steps(session.recipe):
         clock.phase("evaluate")
-        _evaluate(parts, run, step, display)
+        _evaluate(session, run, step, display)
         clock.stop()
     elif step % section.checkpoint_every and step != section.cycles and not last:
         return
     with clock.span("checkpoint"):
-        _checkpoint(parts, run, step)
-    if parts.world.first:
-        checkpoint.prune(run, section.keep_checkpoints, _protected(parts.recipe, run))
+        _checkpoint(session, run, step)
+    if session.world.first:
+        checkpoint.prune(run, section.keep_checkpoints, _protected(session.recipe, run))
 
 
-def _evaluate(parts: Session, run: RunFolder, step: int, display: Display | None) -> None:
-    if step not in evaluation_steps(parts.recipe):
+def _evaluate(session: Session, run: RunFolder, step: int, display: Display | None) -> None:
+    if step not in evaluation_steps(session.recipe):
         return
-    evaluation = parts.evaluate(step)
-    parts.ledger.evaluated = sorted({*parts.ledger.evaluated, step})
-    if parts.world.first:
-        parts.ledger.write(run, evaluation)
+    evaluation = session.evaluate(step)
+    session.ledger.evaluated = sorted({*session.ledger.evaluated, step})
+    if session.world.first:
+        session.ledger.write(run, evaluation)
     if display is not None:
-        display.evaluated(step, evaluation.summary(parts.recipe.evaluation.pass_k))
+        display.evaluated(step, evaluation.summary(session.recipe.evaluation.pass_k))
 
 
-def _checkpoint(parts: Session, run: RunFolder, step: int) -> None:
+def _checkpoint(session: Session, run: RunFolder, step: int) -> None:
     """Written by the first process; the others go on when it is complete."""
-    if parts.world.first:
-        _save(parts, run, step)
-    parts.world.barrier()
+    if session.world.first:
+        _save(session, run, step)
+    session.world.barrier()
 
 
-def _save(parts: Session, run: RunFolder, step: int) -> None:
-    position = step * parts.recipe.rollout.problems_per_cycle
+def _save(session: Session, run: RunFolder, step: int) -> None:
+    position = step * session.recipe.rollout.problems_per_cycle
     state = {
-        "method": parts.loop.method.state(),
+        "method": session.loop.method.state(),
         "data_position": position,
-        "rollout_seed": parts.recipe.run.seed,
+        "rollout_seed": session.recipe.run.seed,
         "package": __version__,
-        "identity": parts.identity,
-        "parameters": parts.model.sizes,
-        "records": parts.ledger.dump(),
+        "identity": session.identity,
+        "parameters": session.model.sizes,
+        "records": session.ledger.dump(),
     }
-    checkpoint.save(run, step, parts.model, parts.learner, state)
+    checkpoint.save(run, step, session.model, session.learner, state)
 
 
 def costs(cycle: Cycle) -> dict[str, int]:

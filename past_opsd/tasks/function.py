@@ -9,13 +9,14 @@ evaluation set. The task's identity is a hash of what it gave, so it may draw, b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import cast
 
 from pydantic import Field
 
 from past_opsd.core import own
 from past_opsd.core.config import Section
 from past_opsd.core.nouns import PastError, Problem
+from past_opsd.core.reading import is_table
 from past_opsd.tasks import Problems, Task
 from past_opsd.tasks.dataset import identity
 
@@ -41,8 +42,8 @@ def build(options: Options) -> Task:
     return Problems(identity(f"function {options.path}", list(sets.values())), sets[TRAIN], held_out)
 
 
-def _sets(found: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(found, Mapping) or TRAIN not in found or len(found) < 2:
+def _sets(found: object, where: str) -> Mapping[str, object]:
+    if not is_table(found) or TRAIN not in found or len(found) < 2:
         raise PastError(
             f"{where}: the function must give a dict of lists of problems, 'train' and at least one set to evaluate "
             f"on, e.g. {{'train': [...], 'held_out': [...]}}; it gave {found!r:.80}"
@@ -50,12 +51,14 @@ def _sets(found: Any, where: str) -> Mapping[str, Any]:
     return found
 
 
-def _problems(rows: Any, where: str) -> tuple[Problem, ...]:
-    if not isinstance(rows, Sequence) or not rows or not all(isinstance(row, Problem) for row in rows):
+def _problems(rows: object, where: str) -> tuple[Problem, ...]:
+    found = list(cast(Sequence[object], rows)) if isinstance(rows, Sequence) else []
+    problems = [row for row in found if isinstance(row, Problem)]
+    if not problems or len(problems) < len(found):
         raise PastError(f"{where}: must be a list of past_opsd.Problem, one or more; it is {rows!r:.80}")
     seen: set[str] = set()
-    for row in rows:
+    for row in problems:
         if row.id in seen:
             raise PastError(f"{where}: the id {row.id!r} repeats; ids decide the random draws, so each is there once")
         seen.add(row.id)
-    return tuple(rows)
+    return tuple(problems)
