@@ -177,6 +177,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PYTHON)
 def test_python_runs(page: str, place: Path, monkeypatch: pytest.MonkeyPatch):
     """The snippets of a page one after the other, in one module: what the first defines the next may use."""

@@ -77,6 +77,7 @@ def test_a_trl_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert (tmp_path / "run" / "export" / "adapter_config.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_has_no_outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     book = nbformat.read(EXAMPLES / "first_run.ipynb", as_version=4)
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in book.cells)

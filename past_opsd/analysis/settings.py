@@ -34,20 +34,18 @@ def of(recipe: Mapping[str, Any]) -> dict[str, str]:
 
 def _leaves(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in section.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and "float" not in value:
             yield from _leaves(value, f"{path}{key}.")
         else:
-            yield f"{path}{key}", value
+            yield f"{path}{key}", value["float"] if isinstance(value, Mapping) and value else value  # 'inf' or 'nan'
 
 
 def differences(rows: Mapping[str, Settings], reference: str) -> list[dict[str, str]]:
-    """Where a row's value is not the common one: what most rows with that key have, of several the reference's."""
+    """Where a row's value is not the common one: the reference's, or what most rows have of a key that it has not."""
     found: list[dict[str, str]] = []
     for key in dict.fromkeys(key for settings in rows.values() for key in settings):
         values = {label: settings[key] for label, settings in rows.items() if key in settings}
-        counts = Counter(values.values())
-        most = [value for value, count in counts.items() if count == max(counts.values())]
-        common = values[reference] if values.get(reference) in most else most[0]
+        common = values.get(reference) or Counter(values.values()).most_common(1)[0][0]
         found += [
             {"row": label, "key": key, "value": _shown(value), "common": _shown(common)}
             for label, value in values.items()
@@ -62,7 +60,7 @@ def _shown(value: str) -> str:
     plain = json.loads(value)
     if isinstance(plain, str) and (len(plain) > _WIDE or "\n" in plain):
         return f"a text of {len(plain)} letters"
-    text = plain if isinstance(plain, str) else value.replace("Infinity", "inf").replace("null", "-")
+    text = plain if isinstance(plain, str) else value.replace("null", "-")
     return text if len(text) <= _WIDE else f"{text[: _WIDE - 3]}..."
 
 

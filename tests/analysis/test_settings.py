@@ -17,6 +17,13 @@ KNOWN = {
         ("GRPO", PROBLEMS, "1", "8"),
         ("GRPO", SAMPLES, "8", "1"),
         ("GRPO, 64 rollouts", SAMPLES, "8", "1"),
+        ("GRPO, dynamic", PROBLEMS, "1", "8"),
+        ("GRPO, dynamic", SAMPLES, "8", "1"),
+        ("GRPO, dynamic", "rollout.dynamic_rounds", "16", "0"),
+        ("H2SD, dynamic", PROBLEMS, "1", "8"),
+        ("H2SD, dynamic", SAMPLES, "8", "1"),
+        ("H2SD, dynamic", "rollout.dynamic_rounds", "16", "0"),
+        ("H2SD, dynamic", "method.tau", "inf", "1.0"),
         ("OPD", "model.expert", "embedded-expert", "-"),
         ("H2SD, matched", PROBLEMS, "1", "8"),
         ("H2SD, matched", SAMPLES, "8", "1"),
@@ -30,12 +37,13 @@ KNOWN = {
         ("H2SD", SAMPLES, "8", "1"),
         ("H2SD", "rollout.teacher.max_new_tokens", "4096", "1024"),
         ("H2SD", "method.tau", "inf", "0.05"),
+        ("H2SD", "task.keep", '["hint"]', "[]"),
     },
     ("paper", "thinking"): {
         (row, key, value, common)
         for row in ("Vanilla OPSD, student thinks", "PAST, student thinks")
         for key, value, common in (
-            ("prompts.student_kwargs", '{"enable_thinking": t...', '{"enable_thinking": f...'),
+            ("prompts.student_kwargs.enable_thinking", "true", "false"),
             ("rollout.student.max_new_tokens", "16384", "1024"),
             ("rollout.teacher.max_new_tokens", "16384", "1024"),
         )
@@ -68,13 +76,14 @@ def test_recipes_with_settings_of_their_own_say_why():
                     assert any(text.startswith("#") for text in around), f"{path.name}: {line}"
 
 
-def test_the_common_value_is_what_most_rows_have_and_of_equals_the_references():
-    rows = {"a": {"x": "1", "y": "1"}, "b": {"x": "2", "y": "2"}, "c": {"x": "2"}}
+def test_the_common_value_is_the_references_and_else_what_most_rows_have():
+    rows = {"a": {"x": "1"}, "b": {"x": "2", "y": "2"}, "c": {"x": "2", "y": "1"}, "d": {"x": "1", "y": "1"}}
     assert settings.differences(rows, "a") == [
-        {"row": "a", "key": "x", "value": "1", "common": "2"},
+        {"row": "b", "key": "x", "value": "2", "common": "1"},
         {"row": "b", "key": "y", "value": "2", "common": "1"},
+        {"row": "c", "key": "x", "value": "2", "common": "1"},
     ]
-    assert settings.differences(rows, "b")[-1] == {"row": "a", "key": "y", "value": "1", "common": "2"}
+    assert settings.differences(rows, "b")[0] == {"row": "a", "key": "x", "value": "1", "common": "2"}
 
 
 def test_what_makes_a_method_is_apart():
@@ -84,7 +93,7 @@ def test_what_makes_a_method_is_apart():
     assert {"learner.student.max_grad_norm", "rollout.student.top_p", "prompts.student", "task.name"} <= set(past)
     beta = settings.of(loaded("embedded/beta_0"))
     assert settings.differences({"PAST": past, "beta_KL 0": beta}, "PAST") == []
-    assert settings.of(loaded("embedded/past", ["method.tau=inf"]))["method.tau"] == "Infinity"
+    assert settings.of(loaded("embedded/past", ["method.tau=inf"]))["method.tau"] == '"inf"'
     assert math.isinf(config.load("embedded/past", ["method.tau=inf"]).method.tau)
 
 
@@ -108,7 +117,7 @@ def test_the_list_stands_under_the_tables(tmp_path: Path):
         "title": "T",
         "suite": "s",
         "samples": 12,
-        "updates": 50,
+        "cycles": 50,
         "seeds": [17],
         "reference": "Base",
         "rows": [row],

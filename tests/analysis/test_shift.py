@@ -286,6 +286,7 @@ def test_drawn_completions_give_the_exact_decomposition_and_value(opened: Bounda
     assert abs(value) > 5 * deviation
 
 
+@pytest.mark.slow
 def test_on_the_real_model_the_jackknife_is_nearer_at_few_completions(exact: Exact):
     plugin, corrected = biases(exact.probabilities, exact.q, exact.p, 4)
     assert plugin > 0

@@ -67,14 +67,14 @@ def test_results_hold_scores_curves_costs_and_intervals(compared: Path):
     base, opsd, past = found["rows"]
     assert opsd["difference"] == [0.0, 0.0, 0.0]
     for row in (opsd, past):
-        assert list(row["curve"]) == [0, 3, 6]
+        assert list(row["curve"]) == [0, 1, 2]
         assert row["curve"][0] == pytest.approx(base["macro"][0])
-        assert row["curve"][6] == pytest.approx(row["macro"][0])
+        assert row["curve"][2] == pytest.approx(row["macro"][0])
         assert len(row["by_seed"]) == 2
         assert row["difference"][1] <= row["difference"][0] <= row["difference"][2]
-    assert opsd["costs"]["student_samples"] == 36
-    assert opsd["costs"]["verifier_calls"] == 36
-    assert past["costs"]["verifier_calls"] == 36 + past["costs"]["teacher_samples"]
+    assert opsd["costs"]["student_samples"] == 12
+    assert opsd["costs"]["verifier_calls"] == 12
+    assert past["costs"]["verifier_calls"] == 12 + past["costs"]["teacher_samples"]
     assert past["diagnostics"]["mixed"] + past["diagnostics"]["skipped"] <= 1 + 1e-9
 
 

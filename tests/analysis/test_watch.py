@@ -221,6 +221,7 @@ def test_a_damaged_run_is_told_even_without_a_good_report(finished: Path, tmp_pa
     assert "<b>" not in html
 
 
+@pytest.mark.slow
 def test_several_runs_and_those_that_come_later(finished: Path, tmp_path: Path):
     with running(serve([tmp_path])) as server:
         assert state(server)["ready"] is False

@@ -177,7 +177,7 @@ def test_a_key_that_changed_nothing_is_read_and_left_out(tmp_path: Path, name: s
     assert "\nepsilon" not in text
     (tmp_path / "recipe.toml").write_text(text.replace("[method]\n", "[method]\nepsilon = 0.2\n"))
     assert config.dump(config.load(tmp_path / "recipe.toml", imports=False)) == config.dump(recipe)
-    assert config.former(recipe) == {"method.epsilon"}
+    assert "method.epsilon" in config.former(recipe)
 
 
 def test_a_variant_is_a_recipe_like_any_other(tmp_path: Path):

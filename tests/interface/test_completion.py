@@ -29,9 +29,9 @@ def test_every_command_and_all_options_of_each_are_offered():
 
 def test_recipes_and_choices_and_subcommands():
     assert complete("train", "") == config.shipped()
-    assert complete("show", "paper/pas") == ["paper/past", "paper/past_4b"]
+    assert complete("show", "paper/pas") == ["paper/past", "paper/past_4b", "paper/past_thinking"]
     assert complete("train", "--set", "run.seed=1", "embedded/past", "--res") == ["--resume"]
-    assert complete("rehearse", "paper/past", "paper/pas") == ["paper/past", "paper/past_4b"]
+    assert complete("rehearse", "paper/past", "paper/pas") == ["paper/past", "paper/past_4b", "paper/past_thinking"]
     assert complete("models", "") == ["check", "list", "pull"]
     assert complete("models", "check", "x", "--recipe", "embedded/past") == ["embedded/past"]
     assert complete("models", "pull", "--w") == ["--wheel"]

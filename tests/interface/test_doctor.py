@@ -293,7 +293,7 @@ def test_a_policy_gradient_that_punishes_success_is_found(perturbed: Session, pa
 @pytest.mark.parametrize(
     ("name", "planted"),
     [
-        ("_matching", lambda self, tau: Match()),
+        ("_matching", lambda self, tau, sampled: Match()),
         ("_stay", lambda self, c, group: replace(Past.__dict__["_real"](self, c, group), loss=Match())),
     ],
 )

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 from rich.console import Console
 
 from past_opsd.interface import ui
 from past_opsd.run.evaluate import Evaluation, TaskResult
+from past_opsd.run.frames import Run
 from past_opsd.run.train import Outcome
 
 COSTS = {"cost/student_samples": 400, "cost/student_tokens": 220476, "cost/student_truncated": 50}
@@ -17,7 +20,8 @@ def shown(metrics: dict[str, float], truncated: float) -> str:
     result = TaskResult(["p"], [[1, 0]], [["4", "2"]], {"correct": 1, "wrong": 1}, {}, 551.0, truncated)
     outcome = Outcome(Path("run"), 1, 1, {1: Evaluation(1, "student", 2, 0, {"aime24": result})})
     console = Console(file=io.StringIO(), record=True, width=100)
-    ui.closing(console, outcome, metrics, [], [1], "")
+    files = SimpleNamespace(read_metrics=lambda: [metrics], read_timings=list)
+    ui.closing(console, cast(Run, SimpleNamespace(outcome=lambda: outcome, files=files)), [1], "")
     return console.export_text()
 
 

@@ -85,7 +85,7 @@ def test_the_log_says_where_the_change_lands():
     zeros = torch.zeros(10)
     result = fused.Result(zeros[:, None], [kl], {"entropy": entropy}, [{"kl": kl, "clipped": zeros, "removed": zeros}])
     log = Log()
-    log.add([5, 5], {"distill": fused.Job(Match(), torch.full((10,), 0.1))}, result)
+    log.add([5, 5], {"distill": fused.Job(Match(), torch.full((10,), 0.1))}, result, {"distill": [0, 0]})
     found = log.summary()
     assert found["distill/fork_kl"] == pytest.approx(2.5)
     assert found["distill/rest_kl"] == pytest.approx(0.125)
@@ -94,7 +94,7 @@ def test_the_log_says_where_the_change_lands():
     assert found["distill/fork_count"] == pytest.approx(1.0)
     assert found["distill/fork_rate"] == pytest.approx(0.2)
     whole, half = Log(), Log()
-    half.add([5, 5], {"distill": fused.Job(Match(), torch.full((10,), 0.1))}, result)
+    half.add([5, 5], {"distill": fused.Job(Match(), torch.full((10,), 0.1))}, result, {"distill": [0, 0]})
     for _ in range(2):
         whole.merge(half)
     assert whole.summary()["distill/fork_share"] == pytest.approx(5 / 6), "shares of two processes are not added"

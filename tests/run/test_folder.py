@@ -33,6 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return made
 
 
+@pytest.mark.slow
 def test_the_layout_knows_every_file_of_a_run(run: RunFolder):
     files = [path.relative_to(run.path).as_posix() for path in run.path.rglob("*") if path.is_file()]
     assert [name for name in files if not is_ours(name, NAMES)] == []
@@ -41,6 +42,7 @@ def test_the_layout_knows_every_file_of_a_run(run: RunFolder):
         assert not is_ours(stranger, NAMES)
 
 
+@pytest.mark.slow
 def test_what_was_written_is_read(run: RunFolder):
     assert [line["cycle"] for line in run.read_metrics()] == [line["cycle"] for line in run.read_timings()] == [0, 1]
     assert (run.rollouts.numbers(), run.evaluations.numbers(), run.steps()) == ([0, 1], [0, 2], [0, 1, 2])

@@ -119,6 +119,7 @@ def test_samples_of_another_setup_and_damaged_ones_are_drawn_again(tmp_path: Pat
         """Samples drawn by a start that finds no checkpoint."""
         for step in run.steps():
             run.checkpoint(step).rename(tmp_path / "checkpoints" / f"old-{len(list(tmp_path.rglob('old-*')))}")
+        run.timings_file.unlink()
         count = samples(tmp_path)
         train(small_recipe("embedded/h2sd", *SETTINGS, *overrides), tmp_path, False, Quiet(), stop=lambda: True)
         return samples(tmp_path) - count

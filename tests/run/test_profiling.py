@@ -51,6 +51,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory, small_recipe) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_profiled_run_leaves_a_breakdown_and_traces(profiled: Path):
     folder = profiled / "profile"
     phases = json.loads((folder / "phases.json").read_text())
@@ -64,6 +65,7 @@ def test_a_profiled_run_leaves_a_breakdown_and_traces(profiled: Path):
     assert any("mm" in str(e.get("name")) for e in operations["traceEvents"])
 
 
+@pytest.mark.slow
 def test_profiling_changes_nothing_but_its_own_folder(profiled: Path, tmp_path: Path, small_recipe, quiet: Quiet):
     plain = tmp_path / "plain"
     train(small_recipe(), plain, False, quiet)

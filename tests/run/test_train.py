@@ -97,6 +97,7 @@ def test_sigkill_and_resume_give_the_bits_of_an_unbroken_run(
     assert fingerprint(folder) == fingerprint(unbroken)
 
 
+@pytest.mark.slow
 def test_two_runs_are_the_same_and_another_seed_is_not(unbroken: Path, tmp_path: Path, small_recipe):
     train(small_recipe("embedded/past", *KILLED), tmp_path / "again", False, Quiet())
     assert fingerprint(tmp_path / "again") == fingerprint(unbroken)

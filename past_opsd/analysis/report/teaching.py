@@ -336,9 +336,10 @@ def objectives(methods: Sequence[Method]) -> Figure | None:
 
 
 def throughput(row: Any) -> float | None:
-    """Generated tokens of the cycles over the seconds of the cycles; phase 1 is not timed and not counted."""
+    """Generated tokens of the cycles over the seconds of the cycles; what comes before the first is not counted."""
     tokens = row.costs["student_tokens"] + row.costs["teacher_tokens"]
-    return tokens / row.costs["seconds"] if tokens and row.costs["seconds"] > 0 else None
+    seconds = row.costs["seconds"] - row.costs["phase1_seconds"]
+    return tokens / seconds if tokens and seconds > 0 else None
 
 
 def final(traces: Traces) -> float | None:

@@ -42,6 +42,7 @@ def test_prints_the_table_and_the_ratios(capsys, monkeypatch):
         assert "TRL tiled / fused:" in out
 
 
+@pytest.mark.slow
 def test_half_precision_is_measured_against_what_was_not_rounded(capsys, monkeypatch):
     """Rounding the operands costs bfloat16 eight times float16's error: 8 bits of a number against 11."""
     monkeypatch.setattr(bench, "peak_memory", lambda *args: None)

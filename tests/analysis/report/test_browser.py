@@ -21,6 +21,8 @@ from past_opsd.run.train import train
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 
+pytestmark = pytest.mark.slow
+
 EVIL = '<script>window.hacked=1</script><img src=x onerror="window.hacked=2"></script><svg onload=alert(1)>'
 SIZES = {"desk": (1280, 800), "phone": (375, 812)}
 NARROW = (390, 844)

@@ -164,8 +164,8 @@ def test_costs_and_trade_offs_are_those_of_compare(runs: list[data.Run], found: 
     rows = {m.label: data.measured(m) for m in data.methods(runs)}
     accounting = panel(found["cost"], "-memory")
     assert column(accounting, "Method") == list(rows)
-    assert column(accounting, "teacher samples") == [f"{row.costs['teacher_samples']:,.0f}" for row in rows.values()]
-    assert column(accounting, "verifier") == [f"{row.costs['verifier_calls']:,.0f}" for row in rows.values()]
+    assert column(accounting, "T. samples") == [f"{row.costs['teacher_samples']:,.0f}" for row in rows.values()]
+    assert column(accounting, "Verifier") == [f"{row.costs['verifier_calls']:,.0f}" for row in rows.values()]
     speed = panel(found["objective-tradeoffs"], "-throughput")
     past = rows["PAST"].costs
     tokens = past["student_tokens"] + past["teacher_tokens"]
@@ -221,6 +221,7 @@ def test_a_run_that_has_just_begun_gives_no_figure_or_fewer(runs: list[data.Run]
         figures.svg(figure.panels[0])
 
 
+@pytest.mark.slow
 def test_svg_takes_every_colour_from_the_page(drawn: dict[str, str]):
     for name, text in drawn.items():
         bare = re.sub(rf"var\(--({'|'.join(style.THEME.values())}), #[0-9a-f]{{6}}\)", "", text)
@@ -475,6 +476,7 @@ def _hues(shown: Panel) -> set[str]:
     return set(re.findall(r"var\(--(c\d|student[-a-z]*|teacher[-a-z]*|neutral[-a-z]*|good|bad|other),", text))
 
 
+@pytest.mark.slow
 def test_a_hue_means_a_method_and_nothing_else(runs: list[data.Run], found: dict[str, Figure], drawn: dict[str, str]):
     roles = {"privilege-decomposition-parts", "cost-seconds", "cost-tokens", "cost-samples", "past-method-cycle"}
     assert roles <= set(drawn)

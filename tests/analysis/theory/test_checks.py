@@ -52,6 +52,7 @@ def test_every_result_is_covered_and_every_statement_holds(found):
     assert len({(c.label, c.statement) for c in found}) == len(found)
 
 
+@pytest.mark.slow
 def test_no_check_rests_on_few_instances(found):
     counted = [c for c in found if "T = " not in c.statement and c.statement.startswith(("E ", "g(", "qbar", "KL("))]
     assert len(counted) > 8
