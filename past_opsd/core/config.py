@@ -613,6 +613,18 @@ def former(recipe: Recipe) -> set[str]:
     return {f"{name}.{key}" for name, section in recipe if isinstance(section, Section) for key in section.former}
 
 
+def defaults(section: BaseModel, path: str = "") -> set[str]:
+    """Keys of a recipe that have their default."""
+    found: set[str] = set()
+    for key, info in type(section).model_fields.items():
+        value = section.__dict__[key]
+        if isinstance(value, BaseModel):
+            found |= defaults(value, f"{path}{key}.")
+        elif not info.is_required() and value == info.get_default(call_default_factory=True, validated_data={}):
+            found.add(f"{path}{key}")
+    return found
+
+
 def dump(recipe: BaseModel) -> dict[str, Any]:
     """The resolved recipe as plain data (inf kept as the string 'inf', so that it is JSON)."""
     plain = recipe.model_dump(mode="python")

@@ -110,9 +110,21 @@ def changes(saved: Any, current: Any, path: str = "") -> list[tuple[str, Any, An
 
 
 def since(saved: Any, identity: Mapping[str, Any], recipe: Recipe) -> list[tuple[str, Any, Any]]:
-    """What differs between a saved identity and a run's, without keys of older recipes that changed nothing."""
+    """What differs between a saved identity and a run's.
+
+    Not keys of older recipes that changed nothing, nor keys that came later and have their default.
+    """
     former = {f"recipe.{key}" for key in config.former(recipe)}
-    return [change for change in changes(saved, identity) if change[0] not in former]
+    later = {f"recipe.{key}" for key in config.defaults(recipe) if not _has(saved, f"recipe.{key}")}
+    return [change for change in changes(saved, identity) if change[0] not in former | later]
+
+
+def _has(saved: Any, key: str) -> bool:
+    for part in key.split("."):
+        if not is_table(saved) or part not in saved:
+            return False
+        saved = saved[part]
+    return True
 
 
 def differences(saved: Any, current: Any) -> list[str]:

@@ -527,3 +527,14 @@ def test_a_run_goes_on_without_a_key_that_changed_nothing(past: Session, tmp_pat
     saved["recipe"]["method"]["tau"] = 0.3
     with pytest.raises(PastError, match=r"recipe\.method\.tau: 0\.3 -> 1\.0"):
         continued(RunFolder(tmp_path), state, past.recipe, past.identity)
+
+
+def test_a_run_goes_on_with_a_key_that_came_later_if_it_has_its_default(past: Session, tmp_path: Path):
+    saved = json.loads(json.dumps(past.identity))
+    state = {"identity": saved, "next_cycle": 0}
+    del saved["recipe"]["rollout"]["dynamic_rounds"]
+    assert continued(RunFolder(tmp_path), state, past.recipe, past.identity) == []
+    later = past.recipe.model_copy(update={"rollout": past.recipe.rollout.model_copy(update={"dynamic_rounds": 3})})
+    identity = past.identity | {"recipe": config.dump(later)}
+    with pytest.raises(PastError, match=r"recipe\.rollout\.dynamic_rounds: None -> 3"):
+        continued(RunFolder(tmp_path), state, later, identity)
