@@ -117,7 +117,7 @@ def _compatibility(logp: list[Tensor]) -> Tensor:
 def _continue(at: Boundary, attempts: Sequence[Attempt], views: Sequence[View]) -> list[Attempt]:
     """One verified teacher response per student response; the seeds do not know the condition."""
     counts: dict[str, int] = {}
-    work = []
+    work: list[Work] = []
     for attempt, view in zip(attempts, views, strict=True):
         id_ = attempt.problem.id
         counts[id_] = counts.get(id_, -1) + 1
@@ -226,7 +226,7 @@ def verdict(conditions: Mapping[str, Any], differences: Mapping[str, Any]) -> st
     if gaps["matching", "removed"][1] > 0 and gaps["removed", "shuffled"][1] > 0:
         return "teacher success: matching above removed above shuffled; both paired intervals exclude zero"
     order = sorted(CONDITIONS, key=lambda c: -success[c])
-    certain, open_ = [], []
+    certain, open_ = list[str](), list[str]()
     for (a, b), (gap, low, high) in gaps.items():
         if low > 0 or high < 0:
             certain.append(f"{a} above {b}" if gap > 0 else f"{b} above {a}")

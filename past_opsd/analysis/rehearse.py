@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -64,11 +64,11 @@ class Counts:
 
     updates: dict[Adapter, int] = field(default_factory=lambda: {"student": 0, "teacher": 0})
     tokens: dict[Adapter, int] = field(default_factory=lambda: {"student": 0, "teacher": 0})
-    responses: dict[str, int] = field(default_factory=dict)  # all, right, cut
-    continuations: dict[str, int] = field(default_factory=dict)
-    before: dict[str, int] = field(default_factory=dict)  # the first cycle
-    evaluated: list[int] = field(default_factory=list)
-    checkpoints: list[int] = field(default_factory=list)
+    responses: dict[str, int] = field(default_factory=dict[str, int])  # all, right, cut
+    continuations: dict[str, int] = field(default_factory=dict[str, int])
+    before: dict[str, int] = field(default_factory=dict[str, int])  # the first cycle
+    evaluated: list[int] = field(default_factory=list[int])
+    checkpoints: list[int] = field(default_factory=list[int])
     resumed: int = 0
 
 
@@ -117,7 +117,7 @@ def _family(name: str) -> list[str]:
 
 
 @contextmanager
-def _place(out: Path | None) -> Iterator[Path]:
+def _place(out: Path | None) -> Generator[Path]:
     if out is not None:
         room(out, folder=True)
         if (out / "runs").exists():
@@ -278,7 +278,7 @@ def scaled(name: str, overrides: Sequence[str], home: Path) -> Recipe:
     return small.model_copy(update=update)
 
 
-def _small(section: Any, ratio: float, tokens: Mapping[str, int], path: str = "") -> Any:
+def _small(section: BaseModel, ratio: float, tokens: Mapping[str, int], path: str = "") -> Any:
     """A section with its large numbers cut, and those within it."""
     update: dict[str, Any] = {}
     for key in type(section).model_fields:

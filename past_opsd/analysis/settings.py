@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from past_opsd.core.prompts import OPTIONAL
+from past_opsd.core.reading import is_table
 
 SHARED = ("tau", "temperature")
 """Of a method's section what means the same in all of them."""
@@ -34,7 +35,10 @@ def of(recipe: Mapping[str, Any]) -> dict[str, str]:
 
 def _leaves(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in section.items():
-        if isinstance(value, Mapping) and value and "float" not in value:
+        if is_table(value) and value and "float" not in value:
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value["float"] if is_table(value) and value else value  # 'inf' or 'nan'
             yield from _leaves(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", value["float"] if isinstance(value, Mapping) and value else value  # 'inf' or 'nan'

@@ -58,7 +58,7 @@ def prefixes(attempts: Sequence[Attempt], seed: int) -> list[Prefix]:
     """
     rng = np.random.default_rng(seed)
     places = (rng.permutation(len(attempts)) + rng.random(len(attempts))) / max(1, len(attempts))
-    found = []
+    found: list[Prefix] = []
     for attempt, place in zip(attempts, places, strict=True):
         y = attempt.response
         t = min(int(place * len(y.tokens)), len(y.tokens) - 1)
@@ -118,7 +118,7 @@ def look(at: Boundary, found: Sequence[Prefix], completions: int, rollouts: int)
         for m in range(completions)
     ]
     attempts = finish(at, starts)
-    seen = []
+    seen: list[Seen] = []
     for i, (h, tag) in enumerate(zip(found, tags, strict=True)):
         own = attempts[i * completions : (i + 1) * completions]
         views = [at.session.loop.method.teacher_view(a) for a in own]
@@ -143,7 +143,7 @@ def roll_out(at: Boundary, seen: Sequence[Seen]) -> list[Estimate]:
         for action in coupling.actions
     ]
     outcomes = iter([float(a.verdict.correct) for a in finish(at, starts)])
-    found = []
+    found: list[Estimate] = []
     for s in seen:
         gains = [c.distance * (next(outcomes) - next(outcomes)) for c in s.couplings]
         failed = [s.failed[j % len(s.failed)] for j in range(len(gains))]

@@ -49,7 +49,8 @@ def couple(q: np.ndarray, p: np.ndarray, rng: np.random.Generator) -> Coupling:
 
 def _pick(weights: np.ndarray, rng: np.random.Generator) -> int:
     cumulative = weights.cumsum()
-    return min(int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right")), len(weights) - 1)
+    place: float = rng.random() * cumulative[-1]
+    return min(int(np.searchsorted(cumulative, place, side="right")), len(weights) - 1)
 
 
 @dataclass(frozen=True)

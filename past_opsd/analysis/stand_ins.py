@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow
+import pyarrow.parquet
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, logging
 
+pa: Any = pyarrow  # it has no types
+pq: Any = pyarrow.parquet
 PAD, START, END, THINK, THOUGHT = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"
 # One turn after the other; the prompt opens the assistant's, and where thinking is off also closes an empty thought.
 TEMPLATE = (
@@ -137,7 +139,7 @@ def save_model(folder: Path, texts: Iterable[str], positions: int) -> None:
 
 def rows(count: int, first: int = 0) -> list[dict[str, str]]:
     """Problems that differ, with solutions and answers, as columns of the real sets."""
-    made = []
+    made: list[dict[str, str]] = []
     for n in range(first, first + count):
         answer = ANSWERS[n % len(ANSWERS)]
         a = n + 3

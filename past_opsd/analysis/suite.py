@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class Suite:
     title: str
     reference: str
     rows: dict[str, str]
-    factors: dict[str, dict[str, bool]] = field(default_factory=dict)
+    factors: dict[str, dict[str, bool]] = field(default_factory=dict[str, dict[str, bool]])
     """Row -> what it has and has not, for tables with a column for each."""
     sheets: tuple[str, ...] = ()
     """Tables of its own before those that every suite has, see `tables.OWN`."""
@@ -81,7 +81,7 @@ class Row:
     evaluations: list[dict[int, Evaluation]]  # by seed: step -> evaluation
     costs: dict[str, float]
     diagnostics: dict[str, float]
-    settings: settings.Settings = field(default_factory=dict)
+    settings: settings.Settings = field(default_factory=dict[str, str])
     missing: str = ""
     """Why there is nothing to show."""
 
@@ -238,7 +238,7 @@ def collect(suite: Suite, seeds: Sequence[int], out: Path, failed: Mapping[str, 
 
 def gather(suite: Suite, seeds: Sequence[int], read: Callable[[str, int], Record]) -> list[Row]:
     """The rows of a suite from its records, wherever they are read."""
-    rows = []
+    rows: list[Row] = []
     for label, recipe in suite.rows.items():
         try:
             records = [read(recipe, seed) for seed in seeds]
@@ -345,8 +345,10 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 9)
     if isinstance(value, Mapping):
-        return {key: _rounded(inner) for key, inner in value.items()}
-    return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: _rounded(inner) for key, inner in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(inner) for inner in cast("Sequence[Any]", value)]
+    return value
 
 
 def _scores(label: str, outcomes: Outcomes, reference: Outcomes | None) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def scores(result: Result, digits: int = 3) -> Sheet:
         f"({EDGE})"
     )
     header = ("Method", *names, *tasks, "Macro", "Seeds", "Difference")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for row in result["rows"]:
         known = factors.get(row["label"], {})
         yes = tuple(("yes" if known[name] else "no") if name in known else "" for name in names)
@@ -191,7 +191,7 @@ def _macro(row: Mapping[str, Any], digits: int) -> str:
 
 def _rows(result: Result, cells: Callable[[Mapping[str, Any]], tuple[str, ...]], width: int) -> list[tuple[str, ...]]:
     """A line for every row that was run, and for every one that is missing."""
-    found = []
+    found: list[tuple[str, ...]] = []
     for row in result["rows"]:
         if "missing" in row:
             found.append((f"{row['label']} {MISSING}", *[ABSENT] * (width - 1)))
@@ -243,7 +243,7 @@ def _md(cells: Sequence[str]) -> str:
 
 def latex(result: Result) -> str:
     """All sheets of a suite, for booktabs."""
-    parts = []
+    parts: list[str] = []
     for sheet in sheets(result):
         lines = [f"% {sheet.title}", f"\\begin{{tabular}}{{@{{}}l{'r' * (len(sheet.header) - 1)}@{{}}}}", "\\toprule"]
         lines += [_tex(sheet.header), "\\midrule", *(_tex(row) for row in sheet.rows), "\\bottomrule", "\\end{tabular}"]

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from past_opsd.analysis import report
 from past_opsd.analysis.report import data, page
 from past_opsd.core.nouns import PastError
-from past_opsd.core.reading import read_bytes, read_toml
+from past_opsd.core.reading import is_table, read_bytes, read_toml
 from past_opsd.run.folder import REPORTED, RunFolder, runs_below
 
 LIVE_POLICY = page.LIVE_POLICY
@@ -64,7 +64,7 @@ def progress(folder: Path) -> Progress | None:
     if not os.path.lexists(run.recipe_file):
         return None
     section = read_toml(run.recipe_file).get("run")
-    cycles = section.get("cycles") if isinstance(section, dict) else None
+    cycles = section.get("cycles") if is_table(section) else None
     if type(cycles) is not int or not 0 < cycles < 10**9:
         raise PastError(f"{run.recipe_file}: run.cycles does not say how long the run is")
     cycle = read_bytes(run.metrics_file).count(b"\n") if os.path.lexists(run.metrics_file) else 0

@@ -6,7 +6,7 @@ Nothing heavy is imported before a function needs it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -347,7 +347,7 @@ def _recipe(recipe: Recipe | str | Path) -> Recipe:
 
 
 @contextmanager
-def _joined(world: World | None, recipe: Recipe) -> Iterator[World]:
+def _joined(world: World | None, recipe: Recipe) -> Generator[World]:
     """The processes that work together: the caller's, or those that the environment describes."""
     if world is not None:
         yield world
@@ -364,7 +364,7 @@ def _joined(world: World | None, recipe: Recipe) -> Iterator[World]:
 @contextmanager
 def _shown(
     recipe: Recipe, folder: Path, display: bool | Display, track: Sequence[str], world: World
-) -> Iterator[Display]:
+) -> Generator[Display]:
     """Where progress goes: the caller's display or ours, and the trackers; the first process alone talks."""
     from past_opsd.run.trackers import Displays, open_trackers
     from past_opsd.run.train import Silent

@@ -10,6 +10,8 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from past_opsd.core.reading import is_table
+
 SCRIPTS = {
     "bash": """# In ~/.bashrc:  eval "$(past completion bash)"
 _past() {
@@ -50,10 +52,10 @@ def candidates(build: Callable[[str], argparse.ArgumentParser], words: Sequence[
             waiting = options.get(word) if "=" not in word else None
             waiting = None if waiting is not None and waiting.nargs == 0 else waiting
         else:
-            inner = _positional(parser, given)
+            inner = _inner(_positional(parser, given), word)
             given += 1
-            if isinstance(inner, argparse._SubParsersAction) and word in inner.choices:
-                parser, given = inner.choices[word], 0
+            if inner is not None:
+                parser, given = inner, 0
     if current.startswith("-") and waiting is None:
         found: Iterable[str] = (name for name in parser._option_string_actions if name.startswith("--"))
     else:
@@ -66,6 +68,13 @@ def _positional(parser: argparse.ArgumentParser, index: int) -> argparse.Action 
     actions = parser._get_positional_actions()
     several = bool(actions) and actions[-1].nargs in ("+", "*")
     return actions[index] if index < len(actions) else actions[-1] if several else None
+
+
+def _inner(action: argparse.Action | None, word: str) -> argparse.ArgumentParser | None:
+    """The parser of a command's action, where the word names one."""
+    choices: object = None if action is None else action.choices
+    parser: object = choices.get(word) if is_table(choices) else None
+    return parser if isinstance(parser, argparse.ArgumentParser) else None
 
 
 def _values(action: argparse.Action | None) -> Iterable[str]:

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from past_opsd.core import config
 from past_opsd.core.config import Recipe
@@ -28,8 +29,8 @@ _FEW = 5
 class Report:
     """Lines for a terminal, and whether a run would refuse the data."""
 
-    lines: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list[str])
+    refused: list[str] = field(default_factory=list[str])
 
     def head(self, text: str) -> None:
         self.lines += ["", text] if self.lines else [text]
@@ -113,8 +114,8 @@ def _source(recipe: Recipe | None, args: argparse.Namespace) -> tuple[str, Optio
         return args.source or recipe.task.train, recipe.task
     if args.source is None:
         raise PastError("name a file, a folder or hf:owner/name, or a --recipe whose task is 'dataset'")
-    settings = {"train": args.source, "evaluation": {}, "columns": columns(args.column), "keep": []}
-    return args.source, Options.model_validate(settings)
+    empty: dict[str, Any] = {"evaluation": {}, "keep": []}
+    return args.source, Options.model_validate(empty | {"train": args.source, "columns": columns(args.column)})
 
 
 def columns(pairs: Sequence[str]) -> dict[str, str]:

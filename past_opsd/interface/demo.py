@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -109,7 +109,7 @@ def _again(recipe: str, seed: int, overrides: Sequence[str], run: Path) -> str:
 
 
 @contextmanager
-def _told(run: Path, again: str) -> Iterator[None]:
+def _told(run: Path, again: str) -> Generator[None]:
     """Where a run of the demo is stopped, say what is left of it."""
     try:
         yield

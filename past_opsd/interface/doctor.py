@@ -13,7 +13,7 @@ import math
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -304,7 +304,7 @@ def _vectors(session: Session) -> dict[Adapter, torch.Tensor]:
 
 
 @contextmanager
-def _folder() -> Iterator[Path]:
+def _folder() -> Generator[Path]:
     with tempfile.TemporaryDirectory(prefix="past-doctor-") as name:
         yield Path(name) / "run"
 

@@ -79,7 +79,7 @@ class Look:
     source: str
     evaluation: Mapping[str, str]
     hold_out: int = 0
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
     bad: int = 0
     switch: bool = False
     """The chat template has a thinking mode to switch."""
@@ -87,7 +87,7 @@ class Look:
     solution: int = 0
     response: int = 0
     evaluated: int = 0
-    told: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list[str])
 
 
 def look(args: argparse.Namespace) -> Look:

@@ -135,14 +135,15 @@ def _download(entry: Pullable, work: Path) -> None:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Unpack a GGUF file to a float32 model folder with its tokenizer and chat template."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     from past_opsd.policy.pretrained import hardware, load_network, load_tokenizer
 
     section = ModelSection(path=str(gguf), device="cpu", dtype="float32")
     tokenizer = load_tokenizer(section)
     settings, network = load_network(section, section.path, hardware(section))
-    plain: Any = AutoModelForCausalLM.from_config(settings)  # what was loaded counts as quantised and is not written
+    library: Any = transformers  # typed in part
+    plain = library.AutoModelForCausalLM.from_config(settings)  # what was loaded counts as quantised: it is not written
     plain.load_state_dict(network.state_dict())
     plain.float().save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -27,7 +27,9 @@ def highest(entropy: Tensor, lengths: Sequence[int], shares: Sequence[float]) ->
     Sequences stand one after the other; of equal entropies the earlier position counts as the higher.
     """
     sizes = [math.ceil(round(share * n, 9)) for share, n in zip(shares, lengths, strict=True)]
-    rows = torch.nn.utils.rnn.pad_sequence(list(entropy.split(list(lengths))), True, -math.inf)  # [sequences, longest]
+    rows = torch.nn.utils.rnn.pad_sequence(
+        list(torch.split(entropy, list(lengths))), True, -math.inf
+    )  # [sequences, longest]
     rank = rows.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     count, size = torch.tensor([lengths, sizes], device=entropy.device).unsqueeze(-1)
     return (rank < size)[torch.arange(rows.shape[1], device=entropy.device) < count]

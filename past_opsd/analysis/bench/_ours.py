@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -16,7 +16,6 @@ from past_opsd.analysis.bench._products import Recorder, Replay
 from past_opsd.analysis.bench._worker import peak, serve
 from past_opsd.core import config
 from past_opsd.core.nouns import Closing, Problem, Response, Verdict
-from past_opsd.rollout.engines.torch import TorchEngine
 from past_opsd.rollout.verifiers import Reason
 from past_opsd.run.loop import Cycle
 from past_opsd.run.profiling import Clock
@@ -74,7 +73,8 @@ def run(pipe: Connection, plan: Plan) -> None:
     assembled = assemble(recipe, Alternating())
     assembled.loop.problems = assembled.loop.problems[: plan.prompts]
     never = len(assembled.model.head)  # no token has this id: every response runs to its limit
-    cast(TorchEngine, assembled.loop.lab.engine)._eos.fill_(never)
+    engine: Any = assembled.loop.lab.engine
+    engine._eos.fill_(never)
     worker = _Worker(assembled)
     serve(pipe, {"step": worker.step, "peak": peak, "breakdown": worker.breakdown})
 
@@ -84,7 +84,7 @@ class _Worker:
         self._session = session
         self._cycle = 0
 
-    def _run(self, phase: Any) -> Cycle:
+    def _run(self, phase: Callable[[str], None]) -> Cycle:
         cycle = self._session.loop.cycle(self._cycle, phase)
         self._cycle += 1
         return cycle
@@ -107,7 +107,7 @@ class _Worker:
             self._run(recorder.enter)
         replay = Replay(recorder.calls)
         replay.run()
-        whole, products = [], []
+        whole, products = list[dict[str, float]](), list[dict[str, float]]()
         for _ in range(repeats):
             clock = Clock(now=time.process_time)
             self._run(clock.phase)

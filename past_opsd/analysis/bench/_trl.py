@@ -11,6 +11,7 @@ import tempfile
 import time
 import warnings
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -43,14 +44,16 @@ def run(pipe: Connection, twin: Twin) -> None:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     warnings.simplefilter("ignore")
     import torch
-    from transformers import AutoConfig, AutoTokenizer, TrainerCallback
+    import transformers
+    from transformers import TrainerCallback
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(twin.threads)
-    tokenizer = AutoTokenizer.from_pretrained(twin.path, padding_side="left")
-    never = AutoConfig.from_pretrained(twin.path).get_text_config().vocab_size  # no token has this id
+    library: Any = transformers  # typed in part
+    tokenizer = library.AutoTokenizer.from_pretrained(twin.path, padding_side="left")
+    never = library.AutoConfig.from_pretrained(twin.path).get_text_config().vocab_size  # no token has this id
     rows = [[*twin.before, {"role": "user", "content": message}] for message in twin.messages]
     seen = {"prompt": 0, "completion": 0, "teacher": 0}
 
@@ -124,17 +127,17 @@ def _lora(twin: Twin) -> Any:
     return LoraConfig(r=twin.rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=targets, task_type="CAUSAL_LM")
 
 
-def _grpo(twin: Twin, tokenizer: Any, rows: list[Any], common: Any, turns: Any, reward: Any) -> Any:
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]
-    from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
-    from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
+def _dataset(rows: list[dict[str, Any]]) -> Any:
+    return import_module("datasets").Dataset.from_list(rows)
 
-    args = GRPOConfig(**common, beta=0.0, loss_type="grpo")
-    return GRPOTrainer(
+
+def _grpo(twin: Twin, tokenizer: Any, rows: list[Any], common: Any, turns: Any, reward: Any) -> Any:
+    args = import_module("trl.trainer.grpo_config").GRPOConfig(**common, beta=0.0, loss_type="grpo")
+    return import_module("trl.trainer.grpo_trainer").GRPOTrainer(
         twin.path,
         reward_funcs=reward,
         args=args,
-        train_dataset=Dataset.from_list([{"prompt": row} for row in rows]),
+        train_dataset=_dataset([{"prompt": row} for row in rows]),
         processing_class=tokenizer,
         peft_config=_lora(twin),
         callbacks=[turns],
@@ -142,10 +145,8 @@ def _grpo(twin: Twin, tokenizer: Any, rows: list[Any], common: Any, turns: Any, 
 
 
 def _sdft(twin: Twin, tokenizer: Any, rows: list[Any], common: Any, turns: Any, reward: Any) -> Any:
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]
-    from trl.experimental.sdft import SDFTConfig, SDFTTrainer  # pyright: ignore[reportMissingImports]
-
-    args = SDFTConfig(
+    sdft = import_module("trl.experimental.sdft")
+    args = sdft.SDFTConfig(
         **common,
         distillation_mode="full_logits",
         distillation_alpha=0.0,
@@ -154,10 +155,10 @@ def _sdft(twin: Twin, tokenizer: Any, rows: list[Any], common: Any, turns: Any, 
         max_prompt_length=None,  # its default would cut prompts
     )
     data = [{"prompt": row, "privileged_context": z} for row, z in zip(rows, twin.solutions, strict=True)]
-    return SDFTTrainer(
+    return sdft.SDFTTrainer(
         twin.path,
         args=args,
-        train_dataset=Dataset.from_list(data),
+        train_dataset=_dataset(data),
         processing_class=tokenizer,
         peft_config=_lora(twin),
         callbacks=[turns],

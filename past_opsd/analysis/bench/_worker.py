@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,7 +54,7 @@ class Side(Closing):
 
 
 @contextmanager
-def _environment(more: Mapping[str, str]) -> Iterator[None]:
+def _environment(more: Mapping[str, str]) -> Generator[None]:
     before = {name: os.environ.get(name) for name in more}
     os.environ.update(more)
     try:

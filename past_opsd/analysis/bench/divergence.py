@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 from torch import Tensor
@@ -127,7 +127,7 @@ def measure(
             times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
             if outcome is not None:
                 nonfinite[name] = max(nonfinite.get(name, 0), _nonfinite(outcome))
-    lines = []
+    lines: list[Line] = []
     for name in names:
         wall, cpu = (statistics.median(column) for column in zip(*times[name], strict=True))
         error, cosine = accuracy.get(name, (None, None))
@@ -148,7 +148,7 @@ def _nonfinite(outcome: Outcome) -> int:
 def contestant(name: str) -> Callable[[Problem], Outcome | None]:
     """The work measured under this name."""
     if name in get_args(Implementation):
-        return lambda problem: _ours(name, problem, TAU)  # type: ignore[arg-type]
+        return lambda problem: _ours(cast(Implementation, name), problem, TAU)
     if name == TRL_DENSE:
         return _trl_dense()
     if name == TRL_TILED:
@@ -182,31 +182,25 @@ def _gemms(problem: Problem, tile: int) -> None:
 
 def _trl_dense() -> Callable[[Problem], Outcome]:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    from trl.experimental.sdft.loss_utils import (  # pyright: ignore[reportMissingImports]
-        compute_full_logit_self_distillation_loss,
-    )
+    loss = importlib.import_module("trl.experimental.sdft.loss_utils").compute_full_logit_self_distillation_loss
 
     def call(problem: Problem) -> Outcome:
         hidden = problem.live.clone().requires_grad_()
         with torch.no_grad():
             frozen = (problem.frozen @ problem.head.t())[None]
         live = (hidden @ problem.head.t())[None]
-        value = compute_full_logit_self_distillation_loss(live, frozen, distillation_alpha=0.0)[0]
+        value: Tensor = loss(live, frozen, distillation_alpha=0.0)[0]
         return value.detach(), torch.autograd.grad((value * _weight(problem)).sum(), hidden)[0]
 
     return call
 
 
 def _trl_tiled() -> Callable[[Problem], Outcome]:
-    from trl.kernels.chunked_divergence import (  # pyright: ignore[reportMissingImports]
-        ChunkedDivergenceFunction,
-    )
+    loss = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
 
     def call(problem: Problem) -> Outcome:
         hidden = problem.live.clone().requires_grad_()
-        value, _ = ChunkedDivergenceFunction.apply(
-            hidden, problem.head, None, problem.frozen, problem.head, None, 0.0, 1.0
-        )
+        value, _ = loss.apply(hidden, problem.head, None, problem.frozen, problem.head, None, 0.0, 1.0)
         return value.detach(), torch.autograd.grad((value * _weight(problem)).sum(), hidden)[0]
 
     return call
@@ -218,14 +212,15 @@ def _accuracy(names: list[str], problem: Problem, dtype: str) -> dict[str, tuple
     exact = part.to(torch.float64)
     truth = {tau: _ours("chunked", exact, tau) for tau in (TAU, math.inf)}
     del exact
-    found = {}
+    found: dict[str, tuple[float, float]] = {}
     for name in names:
         outcome = contestant(name)(part.to(_precision(name, dtype)))
         if outcome is None:
             continue
         (value, grad), (true_value, true_grad) = outcome, truth[math.inf if name.startswith("TRL") else TAU]
         grad = grad.double()
-        cosine = float((grad * true_grad).sum() / (grad.norm() * true_grad.norm()))
+        sizes = cast(Tensor, grad.norm() * true_grad.norm())
+        cosine = float((grad * true_grad).sum() / sizes)
         found[name] = (float((value.double() - true_value).abs().mean()), cosine)
     return found
 
@@ -274,7 +269,7 @@ def _ratios(lines: dict[str, Line]) -> list[str]:
     fused = lines["fused"]
     limit = min((lines[name] for name in GEMMS), key=lambda line: line.seconds)
     limit_cpu = min(lines[name].cpu_seconds for name in GEMMS)
-    text = []
+    text: list[str] = []
     if TRL_TILED in lines:
         trl = lines[TRL_TILED]
         text.append(

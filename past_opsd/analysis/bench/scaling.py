@@ -210,7 +210,7 @@ def _loss_memory(model: Model, setup: Setup) -> float | None:
 
 def terms(sizes: Sizes) -> list[Term]:
     """A divergence to the frozen teacher along random responses; the teacher's prompt is twice as long."""
-    found = []
+    found: list[list[Term]] = []
     for i in range(sizes.batch):
         student = View("student", tokens_of(f"student {i}", sizes.prompt, sizes.vocabulary))
         teacher = View("teacher", tokens_of(f"teacher {i}", 2 * sizes.prompt, sizes.vocabulary))

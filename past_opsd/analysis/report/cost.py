@@ -99,7 +99,7 @@ def _bars(
     hues: Sequence[str] = (),
 ) -> Panel:
     header = ["Method", *parts, *(["total"] if len(parts) > 1 else [])]
-    cells = []
+    cells: list[list[str]] = []
     for i, label in enumerate(labels):
         values = [part[i] for part in parts.values()]
         values += [sum(values)] if len(parts) > 1 else []

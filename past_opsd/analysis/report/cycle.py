@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from past_opsd.analysis.report import data
 from past_opsd.analysis.report.data import Method, Traces
@@ -121,7 +121,7 @@ def _ends(name: str, traces: Traces, form: str) -> dict[str, str]:
     """A quantity's mean over the first and the last fifth of its cycles."""
     if not traces:
         return {}
-    pairs = []
+    pairs: list[tuple[float, float]] = []
     for values in traces.values():
         ordered = [values[x] for x in sorted(values)]
         fifth = max(1, len(ordered) // 5)
@@ -195,7 +195,7 @@ def _draw(ax: Axes, totals: dict[str, str]) -> list[Spot]:
 def _draw_box(ax: Axes, box: Box) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    shape = {"boxstyle": "round,pad=0,rounding_size=0.08", "linewidth": 1.2}
+    shape: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.08", "linewidth": 1.2}
     place = ((box.x, box.y), box.width, box.height)
     ax.add_patch(FancyBboxPatch(*place, facecolor=box.colour, edgecolor="none", alpha=0.12, **shape))
     ax.add_patch(FancyBboxPatch(*place, facecolor="none", edgecolor=box.colour, **shape))

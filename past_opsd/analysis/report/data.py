@@ -175,7 +175,8 @@ def _groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     parts: dict[Any, list[Run]] = {}
     for run in runs:
         parts.setdefault(_settings(run.recipe), []).append(run)
-    for split in (lambda run: run.folder.parent, lambda run: run.folder):
+    splits: list[Callable[[Run], Path]] = [lambda run: run.folder.parent, lambda run: run.folder]
+    for split in splits:
         pieces: dict[Any, list[Run]] = {}
         for key, members in parts.items():
             repeated = len({run.seed for run in members}) < len(members)

@@ -61,7 +61,7 @@ def curve(
 
 def _note(lines: Sequence[Line], quantity: Quantity, half: int) -> str:
     """What the drawing does to the numbers."""
-    parts = []
+    parts: list[str] = []
     if half:
         behind = ", raw seed mean behind" if len(lines) <= MOST_RAW else ""
         parts.append(f"moving mean over {2 * half + 1} cycles{behind}")
@@ -150,7 +150,7 @@ def _scores(
     names = {task: f"{task}/avg@k" for task in tasks(methods)}
     if len(names) > 1:
         names = {"Macro": "macro/avg@k"} | names
-    panels = []
+    panels: list[Panel] = []
     for task, key in names.items():
         lines = lines_of(methods, lambda m, key=key: change(data.scores(m, key)))
         if lines:
@@ -190,7 +190,7 @@ def health(methods: Sequence[Method]) -> Figure | None:
         about = answers.style_meaning(methods, style)
         quantity = Quantity(f"'{style}' responses", "share")
         shown.append((f"macro/style/{style}", f"Style: {style}", quantity, about))
-    panels = []
+    panels: list[Panel] = []
     for key, title, quantity, about in shown:
         missing = 0.0 if "/style/" in key else None
         lines = lines_of(methods, _gap if key == "gap" else partial(data.scores, key=key, missing=missing))
@@ -237,7 +237,7 @@ def positions(methods: Sequence[Method]) -> Figure | None:
         "teacher/correct": ("Teacher, correct branch", "Where the adapted teacher leaves the student's success."),
         "teacher/stay": ("Teacher, failed branch", "Where the teacher's successful continuations leave the student."),
     }
-    panels = []
+    panels: list[Panel] = []
     for term, (title, about) in terms.items():
         lines = lines_of(methods, partial(_by_position, term=term))
         if lines:

@@ -100,6 +100,10 @@ def is_page(file: Path) -> bool:
         return opened.read(len(DOCTYPE)).decode(errors="replace").lower() == DOCTYPE
 
 
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
 def page(content: Content, live: bool = False) -> str:
     """The whole document; a `live` one may ask the server that it came from, and has no trajectories."""
     methods = content.methods
@@ -113,7 +117,7 @@ def page(content: Content, live: bool = False) -> str:
     return TEMPLATES.get_template("report.html").render(
         policy=LIVE_POLICY if live else POLICY,
         version=__version__,
-        asset=lambda name: (ASSETS / name).read_text(encoding="utf-8"),
+        asset=_asset,
         embed=embed,
         toml=config.to_toml,
         meaning=answers.meaning,

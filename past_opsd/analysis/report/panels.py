@@ -12,7 +12,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -64,7 +64,7 @@ class Figure:
 
 
 @contextmanager
-def _matplotlib(salt: str) -> Iterator[None]:
+def _matplotlib(salt: str) -> Generator[None]:
     """The package's own look, whatever the user's settings are; they are back afterwards."""
     try:
         import matplotlib.style

@@ -239,9 +239,9 @@ def _line_spots(lines: Sequence[Line], quantity: Quantity, x: str, half: int, le
     """Every x with the values of all lines there, as in the table, and those of the moving mean."""
     cells = [_by_x(data.band(line.traces)) for line in lines]
     marks = [dict(zip(b.x, b.mean, strict=True)) for b in (_shown(line, quantity, half) for line in lines)]
-    found = []
+    found: list[Spot] = []
     for at in _thinned(sorted({value for column in marks for value in column})):
-        rows, places = [], []
+        rows, places = list[tuple[str, str, str]](), list[tuple[float, float]]()
         for line, values, drawn in zip(lines, cells, marks, strict=True):
             if at not in drawn:
                 continue

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from past_opsd.analysis.report.data import Method, last_step
 from past_opsd.core import config, stats
+from past_opsd.core.reading import is_table
 from past_opsd.core.stats import Interval
 from past_opsd.run.evaluate import Evaluation, macro_avg, stack
 
@@ -122,11 +122,11 @@ def differences(methods: Sequence[Method]) -> dict[str, list[str]]:
     return dict(sorted(out.items(), key=lambda item: not all(item[1])))
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value and set(value) != {"float"}:
+def _leaves(value: object, path: str = "") -> Iterator[tuple[str, str]]:
+    if is_table(value) and value and set(value) != {"float"}:
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}" if path else key)
-    elif isinstance(value, dict) and value:
+    elif is_table(value) and value:
         yield path, str(value["float"])
     else:
         yield path, value if isinstance(value, str) else json.dumps(value)

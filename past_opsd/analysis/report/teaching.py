@@ -118,7 +118,7 @@ def adapting(methods: Sequence[Method]) -> list[Method]:
 
 def _traced(methods: Sequence[Method], prefix: str, keys: Sequence[Traced], some: Sequence[Method]) -> list[Panel]:
     """A smoothed panel for every metric that one of the methods `some` recorded."""
-    panels = []
+    panels: list[Panel] = []
     chosen = {m.name for m in some}
     for key, title, quantity, about in keys:
         lines = lines_of(methods, lambda m, key=key: data.trace(m, key) if m.name in chosen else {})
@@ -154,7 +154,7 @@ def _probe_panels(methods: Sequence[Method]) -> list[Panel]:
         for seed, run in method.runs.items()
         if run.probes
     ]
-    panels = []
+    panels: list[Panel] = []
     for metric, (title, quantity, about) in PROBED.items():
         rows = [
             (method.label, by_name[method.name], seed, record["step"], _estimates(record, metric))
@@ -318,9 +318,9 @@ def objectives(methods: Sequence[Method]) -> Figure | None:
             throughput,
         ),
     )
-    panels = []
+    panels: list[Panel] = []
     for slug, title, x, about, pick in axes:
-        points, cells = [], []
+        points, cells = list[Point](), list[list[str]]()
         for method, row in rows:
             value, score = pick(row), final(data.scores(method, "macro/avg@k"))
             if value is not None and score is not None:

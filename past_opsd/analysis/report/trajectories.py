@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ def read(
         _extend(reading.student_p, reading.student_entropy, reading.student_top, live, here, top)
         for logp in frozen:
             _extend(reading.teacher_p, reading.teacher_entropy, reading.teacher_top, logp, here, top)
-            reading.kl.extend(Match()(live, logp, here).tolist())
+            reading.kl.extend(_listed(Match()(live, logp, here)))
             if clip is not None:
                 reading.clipped.extend(_clipped(clip, live, logp))
     return reading
@@ -92,19 +92,25 @@ def _log_probs(model: Model, view: View, tokens: Tokens, temperature: float) -> 
         yield network.log_probs(states[start : start + rows], temperature)
 
 
-def _extend(p: list[float], entropy: list[float], best: list, logp: Tensor, ids: Tensor, top: int) -> None:
+def _extend(
+    p: list[float], entropy: list[float], best: list[list[tuple[int, float]]], logp: Tensor, ids: Tensor, top: int
+) -> None:
     probabilities = logp.exp()
-    p.extend(probabilities.gather(1, ids[:, None])[:, 0].tolist())
-    entropy.extend((probabilities * -logp.masked_fill(probabilities == 0, 0.0)).sum(-1).tolist())
+    p.extend(_listed(probabilities.gather(1, ids[:, None])[:, 0]))
+    entropy.extend(_listed((probabilities * -logp.masked_fill(probabilities == 0, 0.0)).sum(-1)))
     if top:
         values, indices = probabilities.topk(min(top, logp.shape[-1]), dim=-1)
-        best.extend(list(zip(i, v, strict=True)) for i, v in zip(indices.tolist(), values.tolist(), strict=True))
+        best.extend(list(zip(i, v, strict=True)) for i, v in zip(_listed(indices), _listed(values), strict=True))
+
+
+def _listed(values: Tensor) -> list[Any]:
+    return cast("list[Any]", values.tolist())
 
 
 def _clipped(loss: Divergence, live: Tensor, frozen: Tensor) -> list[int]:
     contribution, slope = torch.empty_like(live), torch.empty_like(live)
     loss.entries(live.exp(), frozen.exp(), frozen - live, contribution, slope)
-    return (contribution >= loss.tau).sum(-1).tolist()
+    return _listed((contribution >= loss.tau).sum(-1))
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
@@ -292,7 +298,7 @@ class _Scribe:
         there = teacher != attempt.view
         temperature, clip = self._objective(attempt, teacher) if there else (1.0, None)
         reading = read(self._model, attempt.view, teacher if there else None, tokens, temperature, clip)
-        out = {
+        out: dict[str, Any] = {
             "problem": problem.id,
             "text": problem.text,
             "solution": problem.solution,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow
+import pyarrow.parquet
 
 from past_opsd.core import config
 from past_opsd.core.files import whole
@@ -25,6 +25,8 @@ from past_opsd.run import checkpoint
 from past_opsd.run.evaluate import Evaluation, TaskResult
 from past_opsd.run.folder import RunFolder, runs_below
 
+pa: Any = pyarrow  # it has no types
+pq: Any = pyarrow.parquet
 KEPT = ("cost/", "failed/", "group/", "hints/", "phase1/", "rollout/")
 ALSO = ("student/stepped", "teacher/stepped", "student/distill/kl", "teacher/correct/kl", "teacher/stay/kl")
 TIMED = "time/"
@@ -96,7 +98,7 @@ def _sizes(run: RunFolder) -> dict[str, int]:
     """Parameters of the base and of an adapter; empty where no checkpoint tells."""
     newest = run.newest()
     try:
-        found = checkpoint.read_state(newest)["parameters"] if newest is not None else {}
+        found: dict[str, int] = checkpoint.read_state(newest)["parameters"] if newest is not None else {}
         sizes = {name: found[name] for name in ("base", "adapter")} if found else {}
     except (PastError, KeyError, TypeError):
         return {}
@@ -234,7 +236,7 @@ def _result(row: Mapping[str, Any]) -> TaskResult:
 
 
 def _record(run: Mapping[str, Any], evaluations: dict[int, Evaluation], rows: Sequence[Mapping[str, Any]]) -> Record:
-    metrics, timings = [], []
+    metrics, timings = list[dict[str, Any]](), list[dict[str, Any]]()
     for row in rows:
         values = {k: v for k, v in row.items() if v is not None and k not in ("recipe", "seed", "cycle")}
         timed = {k.removeprefix(TIMED): v for k, v in values.items() if k.startswith(TIMED)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 import numpy as np
@@ -219,7 +219,7 @@ class Source:
 
     def claims(self, name: str, pairs: Sequence[tuple[str, str, float]], world: str = "default") -> str:
         """Differences that the paper reports beside ours: one row minus another, in points."""
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for label, other, theirs in pairs:
             found = self._gap(name, label, other, world)
             cells = (NOT_RUN, "") if found is None else (tables.interval(found, sign=True), _verdict(found, theirs))
@@ -284,7 +284,7 @@ def build(folder: Path, family: str, page: Path) -> dict[Path, bytes]:
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, autoescape=False, keep_trailing_newline=True, trim_blocks=True
     )
-    environment.globals.update(source.functions() | {"figure": figure})
+    cast("dict[str, Any]", environment.globals).update(source.functions() | {"figure": figure})
     text = (folder / TEMPLATE).read_text(encoding="utf-8")
     try:
         made[page] = environment.from_string(text).render().encode()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from past_opsd.analysis.theory.check import Check, compare
+from past_opsd.analysis.theory.check import Check, Pairs, compare
 from past_opsd.core import sampler
 from past_opsd.core.nouns import Attempt, Group, Problem, Response, Verdict, View
 from past_opsd.core.sampler import Controller, ControllerOptions, Round
@@ -95,7 +95,7 @@ def mixed(path: Path) -> bool:
 def fixed_groups(seed: int) -> Iterator[Check]:
     """(1-s)^G, s^G and the rest, from `sampler.fixed` without a retry."""
     label = "app:theory: adaptive sampling"
-    failure, success, both = [], [], []
+    failure, success, both = Pairs(), Pairs(), Pairs()
     for G in range(1, LARGEST + 1):
         tree = list(paths(partial(_fixed, G)))
         for s in RATES:
@@ -114,7 +114,7 @@ def _fixed(G: int, draw: Round) -> list[Group]:
 def adaptive_groups(seed: int) -> Iterator[Check]:
     """E[N_1], E[N] and P(skip) from `sampler.adaptive`, for every b <= G <= 8, beside the paper's sums."""
     label = "app:theory: adaptive sampling"
-    total, first, drawn, skip, closed, wald = [], [], [], [], [], []
+    total, first, drawn, skip, closed, wald = Pairs(), Pairs(), Pairs(), Pairs(), Pairs(), Pairs()
     for b, G in SIZES:
         tree = list(paths(partial(sampler.adaptive, FAILED, b, G)))
         for s in RATES:
@@ -141,7 +141,7 @@ def adaptive_groups(seed: int) -> Iterator[Check]:
 def controlled(seed: int) -> Iterator[Check]:
     """What each step of `Controller` saves: lowering the base from b to b - 1 saves 1 - (1-s)^(b-1) draws."""
     label = "app:theory: adaptive sampling"
-    saved = []
+    saved = Pairs()
     controller = Controller.start(ControllerOptions(maximum=LARGEST, warmup=0, threshold=0.5, patience=1))
     while controller.base > 1:
         after = controller.update(successes=3, samples=4)

@@ -14,6 +14,7 @@ from past_opsd.core.nouns import derive_seed
 
 Relation = Literal["=", ">=", "<="]
 Sides = tuple[npt.ArrayLike, npt.ArrayLike]
+Pairs = list[Sides]
 
 # Sums of a few thousand float64 terms stay well below the first; a search stops where the objective is flat in
 # float64, about the square root of its rounding away from the minimiser.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from past_opsd.analysis.theory.check import Check, compare, stream
+from past_opsd.analysis.theory.check import Check, Pairs, compare, stream
 from past_opsd.analysis.theory.finite import Floats, clipping_floor, kl, tv
 from past_opsd.analysis.theory.process import Process, Shape, expected_reward, random_process
 from past_opsd.analysis.theory.projection import processes
@@ -34,7 +34,7 @@ def _on_logp(frozen: Tensor, tau: float, live: Tensor) -> Tensor:
 def correct_branch(seed: int) -> Iterator[Check]:
     """prop:correct-fixed-point and [eq:correct-tv-bound]."""
     label = "prop:correct-fixed-point"
-    bounds, at_student, found = [], [], []
+    bounds, at_student, found = Pairs(), Pairs(), Pairs()
     for process, _ in processes(seed, label):
         if expected_reward(process.student, process.verifier) == 0:
             continue
@@ -69,7 +69,7 @@ def correct_objective(process: Process) -> tuple[float, float]:
 def safe_region(seed: int) -> Iterator[Check]:
     """[eq:clipping-safe-region]: inside it, on its edge, and one percent outside it."""
     label = "eq:clipping-safe-region"
-    inside, outside, edge = [], [], []
+    inside, outside, edge = Pairs(), Pairs(), Pairs()
     for tau in TAUS:
         for i in range(25):
             rng = stream(seed, label, f"{tau}", i)
@@ -98,7 +98,7 @@ def _above(floor: Floats, weights: Floats) -> Floats:
 def fixed_point_curvature(seed: int) -> Iterator[Check]:
     """Gradient and Hessian in the live logits at q = p: those of the KL, 0 and diag(p) - p p^T."""
     label = "eq:clipping-safe-region"
-    gradients, hessians, closed = [], [], []
+    gradients, hessians, closed = Pairs(), Pairs(), Pairs()
     for tau in TAUS:
         rng = stream(seed, label, "curvature", f"{tau}")
         p = rng.dirichlet(np.ones(5))

@@ -40,7 +40,7 @@ def expected_reward(policy: Policy, verifier: Floats) -> float:
 
 def action_values(policy: Policy, verifier: Floats) -> tuple[Floats, ...]:
     """Q(H, a): expected reward after action a at H with the policy thereafter; one array [V^t, V] for each t."""
-    value, found = verifier, []
+    value, found = verifier, list[Floats]()
     for step in reversed(policy):
         found.append(value.reshape(step.shape))
         value = (step * found[-1]).sum(-1)
@@ -203,13 +203,14 @@ def perfect_teacher(horizon: int) -> Process:
     if horizon < 2:
         raise PastError(f"perfect_teacher: the construction needs a horizon of at least 2, got {horizon}")
     prefixes = [2**t for t in range(horizon)]
-    verifier = np.zeros(2**horizon)
+    responses: int = 2**horizon
+    verifier = np.zeros(responses)
     verifier[[0, -1]] = 1.0
     return Process(
         student=tuple(np.full((n, 2), 0.5) for n in prefixes),
         verifier=verifier,
         teacher=tuple(np.repeat(np.eye(2)[:, None], n, axis=1) for n in prefixes),
-        reads=(np.arange(2**horizon) % 2)[:, None],
+        reads=(np.arange(responses) % 2)[:, None],
         notes=np.ones(1),
     )
 
@@ -235,8 +236,9 @@ class Shape:
 def random_process(rng: np.random.Generator, shape: Shape) -> Process:
     """A process whose teacher reads all of U: an independent policy for every response and note."""
     V, T = shape.vocabulary, shape.horizon
-    privileges = V**T * shape.notes
-    student, teacher = [], []
+    responses: int = V**T
+    privileges = responses * shape.notes
+    student, teacher = list[Floats](), list[Floats]()
     for t in range(T):
         support = _support(rng, (V**t, V), shape.sparse)
         p = _draw(rng, support)
@@ -247,7 +249,7 @@ def random_process(rng: np.random.Generator, shape: Shape) -> Process:
             p[ended], q[:, ended] = np.eye(V)[0], np.eye(V)[0]
         student.append(p)
         teacher.append(q)
-    verifier = rng.random(V**T) if shape.graded else (rng.random(V**T) < 0.4).astype(np.float64)
+    verifier = rng.random(responses) if shape.graded else (rng.random(responses) < 0.4).astype(np.float64)
     notes = rng.dirichlet(np.ones(shape.notes))
     reads = np.arange(privileges).reshape(-1, shape.notes)
     return Process(tuple(student), verifier, tuple(teacher), reads, notes)
@@ -258,7 +260,9 @@ def random_policy(rng: np.random.Generator, process: Process) -> Policy:
     return tuple(rng.dirichlet(np.ones(step.shape[-1]), len(step)) for step in process.student)
 
 
-def _support(rng: np.random.Generator, shape: tuple[int, ...], sparse: bool, within: np.ndarray | None = None):
+def _support(
+    rng: np.random.Generator, shape: tuple[int, ...], sparse: bool, within: np.ndarray | None = None
+) -> npt.NDArray[np.bool_]:
     """Which actions may have mass; one of those `within` always does."""
     if not sparse:
         return np.ones(shape, dtype=bool)
@@ -273,5 +277,6 @@ def _draw(rng: np.random.Generator, support: np.ndarray) -> Floats:
 
 def _ended(V: int, t: int) -> np.ndarray:
     """Prefixes of length t that hold action 0."""
-    digits = np.arange(V**t)[:, None] // V ** np.arange(t) % V
+    prefixes: int = V**t
+    digits = np.arange(prefixes)[:, None] // V ** np.arange(t) % V
     return (digits == 0).any(-1)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from past_opsd.analysis.theory.check import Check, compare, stream
+from past_opsd.analysis.theory.check import Check, Pairs, compare, stream
 from past_opsd.analysis.theory.finite import Floats, barycenter, decompose, geometric_barycenter, kl, reverse_floor, tv
 from past_opsd.analysis.theory.process import Cell, Policy, Process, Shape, random_policy, random_process
 from past_opsd.analysis.theory.search import golden, minimise
@@ -61,7 +61,7 @@ def mean_to_policy(policy: Policy, cell: Cell) -> float:
 def causal_projection(seed: int) -> Iterator[Check]:
     """[eq:projection-decomposition] and its minimiser, with random policies and with the package's own loss."""
     label = "prop:causal-projection"
-    sums, least, unique = [], [], []
+    sums, least, unique = Pairs(), Pairs(), Pairs()
     for process, rng in processes(seed, label):
         floor = mean_over(process, to_mean)
         for _ in range(4):
@@ -85,7 +85,7 @@ def restricted_projection(seed: int) -> Iterator[Check]:
     """
     label = "cor:restricted-causal-projection"
     for name, family, span in (("one slope", _sloped, 1), ("one row for all H", _tied, 0)):
-        excess, minimisers, gaps = [], [], []
+        excess, minimisers, gaps = Pairs(), Pairs(), Pairs()
         for process, rng in processes(seed, f"{label}/{name}", 4):
             members = family(process, rng)
             risks = [_risk(process, members, projected) for projected in (False, True)]
@@ -93,8 +93,10 @@ def restricted_projection(seed: int) -> Iterator[Check]:
             floors = [risk(theta) for risk, theta in zip(risks, best, strict=True)]
             for _ in range(4):
                 theta = rng.normal(size=best[0].shape)
-                excess.append(tuple(risk(theta) - floor for risk, floor in zip(risks, floors, strict=True)))
-            minimisers.append(tuple(np.concatenate(members(theta)) for theta in best))
+                left, right = (risk(theta) - floor for risk, floor in zip(risks, floors, strict=True))
+                excess.append((left, right))
+            left, right = (np.concatenate(members(theta)) for theta in best)
+            minimisers.append((left, right))
             gaps.append((floors[1], 1e-6))
         yield compare(label, f"{name}: same excess to q_U and to qbar", "=", excess)
         yield compare(label, f"{name}: same minimiser", "=", minimisers, exact=False)
@@ -144,7 +146,7 @@ def _least(risk: Callable[[Floats], float], vocabulary: int, span: int) -> Float
 def privilege_shift(seed: int) -> Iterator[Check]:
     """[eq:irreducible-privilege] [eq:privilege-shift-decomposition] [eq:surviving-shift-fraction]."""
     label = "cor:privilege-shift"
-    information, sums, fractions, functions = [], [], [], []
+    information, sums, fractions, functions = Pairs(), Pairs(), Pairs(), Pairs()
     for process, _ in processes(seed, label):
         mutual = mutual_information(process)
         total = mean_over(process, partial(to_policy, process.student))
@@ -182,7 +184,7 @@ def _entropy(masses: np.ndarray | np.float64) -> float:
 def forward_and_reverse(seed: int) -> Iterator[Check]:
     """The two barycenters of the appendix, forward and reverse, each against a search with the package's loss."""
     label = "app:theory: forward and reverse"
-    sums = []
+    sums = Pairs()
     for process, rng in processes(seed, label, 4):
         policy = random_policy(rng, process)
         for cell in process.cells():

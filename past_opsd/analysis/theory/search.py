@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ def golden(objective: Callable[[float], float], low: float, high: float) -> floa
 def minimise(objective: Callable[[Tensor], Tensor], start: Floats) -> Floats:
     """The distributions [N, V] that minimise `objective(log-probabilities)`, from logits `start`, by L-BFGS."""
     logits = torch.tensor(start, dtype=torch.float64, requires_grad=True)
-    options = {"max_iter": 2000, "history_size": 20, "tolerance_grad": 1e-11, "tolerance_change": 1e-16}
+    options: dict[str, Any] = {"max_iter": 2000, "history_size": 20, "tolerance_grad": 1e-11, "tolerance_change": 1e-16}
     solver = torch.optim.LBFGS([logits], line_search_fn="strong_wolfe", **options)
 
     def closure() -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from past_opsd.analysis.theory.check import Check, Sides, compare, stream
+from past_opsd.analysis.theory.check import Check, Pairs, Sides, compare, stream
 from past_opsd.analysis.theory.finite import Floats, barycenter, decompose, kl, tv, value_shift
 from past_opsd.analysis.theory.process import (
     Cell,
@@ -31,7 +31,7 @@ HORIZONS = range(2, 13)
 def no_transfer(seed: int) -> Iterator[Check]:
     """prop:perfect-teacher-no-transfer for T = 2 .. 12; nothing is random here."""
     label = "prop:perfect-teacher-no-transfer"
-    teacher, targets, information, surviving, student = [], [], [], [], []
+    teacher, targets, information, surviving, student = Pairs(), Pairs(), Pairs(), Pairs(), Pairs()
     for T in HORIZONS:
         process = perfect_teacher(T)
         teacher.append((process.teacher_success(), 1.0))
@@ -44,8 +44,8 @@ def no_transfer(seed: int) -> Iterator[Check]:
     yield compare(label, "T = 2..12: qbar = p at every prefix", "=", targets)
     yield compare(label, "T = 2..12: I(A;U|H) = log 2", "=", information)
     yield compare(label, "T = 2..12: surviving fraction of the shift", "=", surviving)
-    for T, pair in zip(HORIZONS, student, strict=True):
-        yield compare(label, f"T = {T}: student success 2^{1 - T}", "=", [pair])
+    for horizon, pair in zip(HORIZONS, student, strict=True):
+        yield compare(label, f"T = {horizon}: student success 2^{1 - horizon}", "=", [pair])
 
 
 def g(cell: Cell, r: Floats) -> float:
@@ -56,7 +56,7 @@ def g(cell: Cell, r: Floats) -> float:
 def value_alignment(seed: int) -> Iterator[Check]:
     """[eq:value-survives-projection]: the projected teacher's shift is the mean of the teachers' shifts."""
     label = "prop:value-aligned-transfer"
-    means = []
+    means = Pairs()
     for process, _ in processes(seed, label):
         for cell in process.cells():
             shifts = value_shift(cell.targets, cell.student, cell.values)
@@ -72,7 +72,7 @@ def branch_mean(cell: Cell, correct: bool) -> Floats | None:
 
 def outcome_branches(seed: int) -> Iterator[Check]:
     """[eq:outcome-barycenter] [eq:outcome-value-decomposition] [eq:failure-tv-scaling]."""
-    barycenters, values, scaled = [], [], []
+    barycenters, values, scaled = Pairs(), Pairs(), Pairs()
     for process, _ in processes(seed, "outcome"):
         for cell in process.cells():
             plus, minus = branch_mean(cell, True), branch_mean(cell, False)
@@ -106,7 +106,7 @@ def _delta_plus(cell: Cell) -> float:
 def outcome_margin(seed: int) -> Iterator[Check]:
     """cor:outcome-transfer-margin and the steps of its proof, over 120 processes with teachers near and far."""
     label = "cor:outcome-transfer-margin"
-    bound, certified, tight, steps = [], [], [], []
+    bound, certified, tight, steps = Pairs(), Pairs(), Pairs(), Pairs()
     for i in range(120):
         rng = stream(seed, label, i)
         reach = (0.02, 0.1, 0.4, 0.9)[i % 4]
@@ -142,7 +142,7 @@ def _correct_steps(cell: Cell) -> Iterator[Sides]:
 def compatibility(seed: int) -> Iterator[Check]:
     """[eq:compatibility-value-bound] and [eq:continuation-chain-rule-kl], for every prefix and every privilege."""
     label = "prop:continuation-compatibility"
-    hybrid, bound, last, chain = [], [], [], []
+    hybrid, bound, last, chain = Pairs(), Pairs(), Pairs(), Pairs()
     for process, _ in processes(seed, label, 8):
         for cell in process.cells():
             rewards, value = process.rewards(cell), cell.student @ cell.values
@@ -163,7 +163,7 @@ def compatibility(seed: int) -> Iterator[Check]:
 def local_improvement(seed: int) -> Iterator[Check]:
     """[eq:local-policy-improvement]: J(pi_eps) is a polynomial in eps, so its derivative is found without a limit."""
     label = "prop:local-policy-improvement"
-    complex_step, fitted, gains = [], [], []
+    complex_step, fitted, gains = Pairs(), Pairs(), Pairs()
     for process, rng in processes(seed, label, 24):
         policy = random_policy(rng, process)
         slope = occupancy_weighted_shift(process, policy)

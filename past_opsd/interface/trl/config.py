@@ -43,10 +43,10 @@ def _completed(cls: type[T]) -> type[T]:
     return cast("type[T]", made)
 
 
-def _other(name: str, default: Any) -> tuple[str, Any, Any]:
+def _other(name: str, default: object) -> tuple[str, Any, Any]:
     help_ = "without effect" if name in trl_fields.IGNORED else "refused unless it is the default"
     if isinstance(default, list):
-        return name, list[str], field(default_factory=list, metadata={"help": help_})
+        return name, list[str], field(default_factory=list[str], metadata={"help": help_})
     kind: Any = str | None if default is None else type(default)
     return name, kind, field(default=default, metadata={"help": help_})
 
@@ -92,9 +92,9 @@ class PASTConfig:
     teacher_prompt_template: str | None = field(
         default=None, metadata={"help": "with {prompt}, {student_output}, {privileged_context}"}
     )
-    chat_template_kwargs: dict | str | None = None
-    teacher_chat_template_kwargs: dict | str | None = None
-    model_init_kwargs: dict | str | None = None
+    chat_template_kwargs: dict[str, Any] | str | None = None
+    teacher_chat_template_kwargs: dict[str, Any] | str | None = None
+    model_init_kwargs: dict[str, Any] | str | None = None
     trust_remote_code: bool = False
     bf16: bool | None = field(default=None, metadata={"help": "unset: where the hardware has it"})
     fp16: bool = False
@@ -283,7 +283,7 @@ def _evaluations(args: PASTConfig, cycles: int, problems: int) -> list[int]:
     if every is None:
         return []
     at = {*range(every, cycles + 1, every)}
-    return sorted(at | ({0, cycles} if ends else set()) | ({0} if args.eval_on_start else set()))
+    return sorted(at | ({0, cycles} if ends else set[int]()) | ({0} if args.eval_on_start else set[int]()))
 
 
 def held_out(files: Mapping[str, str]) -> dict[str, str]:
@@ -324,7 +324,8 @@ def _lora(default: Mapping[str, Any], peft_config: Any) -> dict[str, Any]:
     if peft_config.lora_dropout:
         raise PastError("peft_config.lora_dropout must be 0: both views of a divergence have to be functions")
     taken = {"r", "lora_alpha", "target_modules", "lora_dropout", "task_type", "inference_mode", "fan_in_fan_out"}
-    given, usual = peft_config.to_dict(), LoraConfig().to_dict()
+    given = cast("dict[str, Any]", peft_config.to_dict())
+    usual = cast("dict[str, Any]", LoraConfig().to_dict())
     other = sorted(k for k in given if k not in taken and given[k] != usual[k] and "base_model" not in k)
     if other:
         raise PastError(

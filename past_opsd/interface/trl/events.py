@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow
+import pyarrow.parquet
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -19,16 +20,33 @@ from past_opsd.interface.trl.rewards import RewardVerifier
 from past_opsd.interface.ui import TrainDisplay
 from past_opsd.run import attempts
 from past_opsd.run.evaluate import Evaluation
+from past_opsd.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from past_opsd.interface.trl.trainer import PASTTrainer
+
+pa: Any = pyarrow  # it has no types
+pq: Any = pyarrow.parquet
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the trainer does as a run goes on."""
+
+    recall: Callable[[int], None]
+    reached: Callable[[int], None]
+    event: Callable[[str], None]
+    logs_at: Callable[[int], bool]
+    log: Callable[[dict[str, float]], None]
+    evaluated: Callable[[dict[str, float]], None]
 
 
 class Events:
     """A display that turns the run's progress into callback events, behind a progress bar where one is wanted."""
 
-    def __init__(self, trainer: PASTTrainer, bar: TrainDisplay | None):
+    def __init__(self, trainer: PASTTrainer, steps: Steps, bar: TrainDisplay | None):
         self._trainer = trainer
+        self._steps = steps
         self._bar = bar
         self._epoch: int | None = None
 
@@ -37,34 +55,32 @@ class Events:
             self._bar.phase(cycle, name)
         if name != "rollout":
             return
-        trainer = self._trainer
-        trainer._recall(cycle)
-        epoch = int(trainer.state.epoch or 0.0)
+        self._steps.recall(cycle)
+        epoch = int(self._trainer.state.epoch or 0.0)
         if epoch != self._epoch:
             self._epoch = epoch
-            trainer._event("on_epoch_begin")
-        trainer._event("on_step_begin")
+            self._steps.event("on_epoch_begin")
+        self._steps.event("on_step_begin")
 
     def cycle(self, cycle: int, metrics: dict[str, float]) -> None:
         if self._bar is not None:
             self._bar.cycle(cycle, metrics)
         trainer, step = self._trainer, cycle + 1
-        trainer._reached(step)
-        trainer._event("on_step_end")
+        self._steps.reached(step)
+        self._steps.event("on_step_end")
         if int(trainer.state.epoch or 0.0) != self._epoch or step == trainer.state.max_steps:
-            trainer._event("on_epoch_end")
+            self._steps.event("on_epoch_end")
         logged = trainer.verifier.collected() if isinstance(trainer.verifier, RewardVerifier) else {}
-        if trainer._logs_at(step):
-            trainer._log(named(metrics) | logged)
+        if self._steps.logs_at(step):
+            self._steps.log(named(metrics) | logged)
             if trainer.args.log_completions:
                 completions(trainer, step)
 
     def evaluated(self, step: int, summary: dict[str, float]) -> None:
         if self._bar is not None:
             self._bar.evaluated(step, summary)
-        trainer = self._trainer
-        found = trainer._run.read_evaluation(step)
-        trainer._evaluated(evaluated(found, trainer.recipe.evaluation.pass_k))
+        found = RunFolder(self._trainer.folder).read_evaluation(step)
+        self._steps.evaluated(evaluated(found, self._trainer.recipe.evaluation.pass_k))
 
     def note(self, text: str) -> None:
         if self._bar is not None:
@@ -95,14 +111,14 @@ def evaluated(found: Evaluation, pass_k: Sequence[int], prefix: str = EVALUATION
     }
     out = {f"{prefix}_{name}": value for name, value in summary.items()}
     out |= {f"{prefix}_{name}": summary[f"macro/{ours}"] for name, ours in theirs.items()}
-    for task in found.tasks if list(found.tasks) != [EVALUATION] else []:
+    for task in found.tasks if list(found.tasks) != [EVALUATION] else ():
         out |= {f"{prefix}_{task}_{name}": summary[f"{task}/{ours}"] for name, ours in theirs.items()}
     return out
 
 
 def completions(trainer: PASTTrainer, step: int) -> None:
     """Print a step's responses with their rewards, and write them where TRL does."""
-    run = trainer._run
+    run = RunFolder(trainer.folder)
     rows = [row for row in attempts.read(run.rollouts.path(step - 1)) if not row["discarded"]]
     if trainer.args.log_unique_prompts:
         rows = list({row["problem"]: row for row in rows}.values())

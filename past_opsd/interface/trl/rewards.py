@@ -6,7 +6,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from transformers import TrainerState
 
@@ -23,12 +23,13 @@ def verifier(functions: Any, args: PASTConfig) -> tuple[RewardVerifier | None, d
     """The verifier's recipe section, and the object itself where the functions live in this process alone."""
     if functions is None:
         return None, {"name": "boxed_math"}
-    functions = list(functions) if isinstance(functions, list | tuple) else [functions]
-    _check_rewards(functions, args)
+    several = isinstance(functions, list | tuple)
+    given: list[Any] = list(cast("Sequence[Any]", functions)) if several else [functions]
+    _check_rewards(given, args)
     section = {"name": "function", "style": "trl", "strip_thinking": False}  # TRL shows the whole completion
-    (path,) = [_path_of(functions[0])] if len(functions) == 1 else [None]
+    (path,) = [_path_of(given[0])] if len(given) == 1 else [None]
     if path is None:
-        made = RewardVerifier(functions, args.reward_weights, args.success_reward_threshold)
+        made = RewardVerifier(given, args.reward_weights, args.success_reward_threshold)
         return made, section | {"path": "__main__:rewards"}
     (weight,) = args.reward_weights or [1.0]
     if weight <= 0:

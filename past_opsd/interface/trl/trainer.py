@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -17,22 +17,22 @@ from typing import Any, TypeVar, cast
 
 from peft import PeftModel
 from rich.console import Console
-from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState, trainer_pt_utils
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
 
 from past_opsd.core.config import Recipe
 from past_opsd.core.files import write_text
 from past_opsd.core.nouns import PastError, derive_seed
 from past_opsd.interface.trl import fields
 from past_opsd.interface.trl.config import EVALUATION, PASTConfig, defaults, held_out, interval, recipe
-from past_opsd.interface.trl.events import Events, evaluated, named
+from past_opsd.interface.trl.events import Events, Steps, evaluated, named
 from past_opsd.interface.trl.messages import translate
 from past_opsd.interface.trl.rewards import Reward, RewardVerifier, verifier
 from past_opsd.interface.ui import TrainDisplay
 from past_opsd.policy import distributed
 from past_opsd.policy.distributed import World, together
-from past_opsd.policy.model import Model, _tokenizer_text, load_tokenizer
+from past_opsd.policy.model import Model, load_tokenizer
+from past_opsd.policy.model import _tokenizer_text as tokenizer_text  # pyright: ignore[reportPrivateUsage]
 from past_opsd.run import checkpoint
 from past_opsd.run.export import export, push
 from past_opsd.run.folder import RunFolder
@@ -45,6 +45,7 @@ UNHEARD = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_p
 """Events of transformers' own loop that have no place in a cycle."""
 _TOLD: set[str] = set()
 _WORLD: list[World] = []  # joined once a process
+_THEIRS: Any = trainer_pt_utils  # functions without types
 
 
 class PASTTrainer:
@@ -103,22 +104,23 @@ class PASTTrainer:
                 _require_same(processing_class, self.recipe)
         self._network: Model | None = None
         self._saved = 0
-        self.control = TrainerControl()
+        self.control: TrainerControl = TrainerControl()
         self.state = self._fresh_state()
         # Callbacks are asked as transformers' Trainer asks them; there is no torch optimizer or loader to show. The
         # handler wants to see the callback that steers transformers' own loop, which ours does without.
-        self._callbacks = CallbackHandler([DefaultFlowCallback], None, None, None, None)
+        self._callbacks: Any = CallbackHandler([DefaultFlowCallback], None, None, None, None)
         self._callbacks.pop_callback(DefaultFlowCallback)
         for callback in callbacks or []:
             self.add_callback(callback)
         self._event("on_init_end")
 
-    log_metrics, metrics_format, save_metrics, save_state = log_metrics, metrics_format, save_metrics, save_state
+    log_metrics, metrics_format = _THEIRS.log_metrics, _THEIRS.metrics_format
+    save_metrics, save_state = _THEIRS.save_metrics, _THEIRS.save_state
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Also tell this one."""
         self._callbacks.add_callback(callback)
-        made = self._callbacks.callbacks[-1]
+        made: TrainerCallback = self._callbacks.callbacks[-1]
         unheard = [name for name in UNHEARD if getattr(type(made), name) is not getattr(TrainerCallback, name)]
         if unheard:
             self._tell(f"warning: {type(made).__name__}: {', '.join(unheard)} never happens here")
@@ -249,7 +251,7 @@ class PASTTrainer:
             raise PastError(f"{self.folder} holds no checkpoint yet; call train() first")
         beside = out.resolve() == self.folder.resolve()
         made = export(self.folder, self._run.export() if beside else out, trust=True)  # the caller's own run
-        for file in made.iterdir() if beside else []:
+        for file in made.iterdir() if beside else ():
             if file.is_file():
                 shutil.copyfile(file, out / file.name)
 
@@ -269,7 +271,7 @@ class PASTTrainer:
         self._network = session.model
 
     @contextmanager
-    def _shared(self) -> Iterator[None]:
+    def _shared(self) -> Generator[None]:
         """What all processes do together; messages speak of this interface's arguments."""
         if self._inside:  # a callback's call, in the midst of a run
             if not self.world.alone:
@@ -301,7 +303,7 @@ class PASTTrainer:
         return made
 
     @contextmanager
-    def _display(self) -> Iterator[Display]:
+    def _display(self) -> Generator[Display]:
         if not self.world.first:
             yield Silent()
             return
@@ -310,9 +312,12 @@ class PASTTrainer:
         bar = TrainDisplay(Console(stderr=True), recipe.name, recipe.run.cycles)
         with (
             nullcontext() if self.args.disable_tqdm else bar as shown,
-            Displays(Events(self, shown), trackers) as all_,
+            Displays(Events(self, self._steps(), shown), trackers) as all_,
         ):
             yield all_
+
+    def _steps(self) -> Steps:
+        return Steps(self._recall, self._reached, self._event, self._logs_at, self._log, self._evaluated)
 
     def _named_step(self, wanted: bool | str | Path | None) -> int | None:
         """The boundary of the checkpoint that is meant; None for the newest."""
@@ -356,8 +361,7 @@ class PASTTrainer:
     def _event(self, name: str, **more: Any) -> None:
         if self.world.first:
             # Callbacks read the trainer's arguments by attribute; ours are a plain dataclass with the same names.
-            call = self._callbacks.call_event
-            self.control = call(name, self.args, self.state, self.control, **more)  # pyright: ignore[reportArgumentType]
+            self.control = self._callbacks.call_event(name, self.args, self.state, self.control, **more)
 
     def _log(self, logs: dict[str, float]) -> None:
         self.state.log_history.append({**logs, "epoch": self.state.epoch or 0.0, "step": self.state.global_step})
@@ -485,7 +489,7 @@ def _require_same(processing_class: Any, recipe: Recipe) -> None:
     other = [
         what
         for what, same in (
-            ("vocabulary", _tokenizer_text(given) == _tokenizer_text(own)),
+            ("vocabulary", tokenizer_text(given) == tokenizer_text(own)),
             ("chat template", given.chat_template == own.chat_template),
         )
         if not same
@@ -501,7 +505,8 @@ def _named_sets(rows: Any) -> dict[str, Rows]:
     """The held-out datasets by name; one alone is called 'eval'."""
     if rows is None:
         return {}
-    named = dict(rows) if isinstance(rows, Mapping) else {EVALUATION: rows}
+    several = isinstance(rows, Mapping)
+    named: dict[str, Rows] = dict(cast("Mapping[str, Rows]", rows)) if several else {EVALUATION: rows}
     for name in named:
         if name in ("train", "macro") or not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
             raise PastError(f"eval_dataset: '{name}' cannot be a dataset's name; use letters, digits, '_', '-' and '.'")
