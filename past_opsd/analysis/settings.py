@@ -39,9 +39,6 @@ def _leaves(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, A
             yield from _leaves(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", value["float"] if is_table(value) and value else value  # 'inf' or 'nan'
-            yield from _leaves(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value["float"] if isinstance(value, Mapping) and value else value  # 'inf' or 'nan'
 
 
 def differences(rows: Mapping[str, Settings], reference: str) -> list[dict[str, str]]:
