@@ -44,12 +44,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import safetensors.torch
 import torch
 
 from past_opsd.core import config
 from past_opsd.core.config import Recipe
 from past_opsd.core.nouns import PastError, derive_seed
-from past_opsd.policy import model
 from past_opsd.run import checkpoint
 from past_opsd.run.folder import RunFolder
 from past_opsd.run.train import session, train
@@ -119,8 +119,7 @@ class Points:
         real = io.open
         builtins.open = io.open = lambda file, mode="r", *args, **kwargs: self._open(real, file, mode, *args, **kwargs)
         pq.write_table = self._torn("parquet", pq.write_table)
-        checkpoint.save_file = self._torn("safetensors", checkpoint.save_file)
-        model.save_file = self._torn("safetensors", model.save_file)
+        safetensors.torch.save_file = self._torn("safetensors", safetensors.torch.save_file)
 
     def _around(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(path: Any, *args: Any, **kwargs: Any) -> Any:
