@@ -10,7 +10,7 @@ python=${PYTHON:-python}
 results=${RESULTS:-results/embedded}
 page=${PAGE:-docs/results.md}
 
-for suite in main factorial branches objectives sampling forks forks_past; do
+for suite in main factorial branches objectives sampling; do
   # shellcheck disable=SC2086
   $past compare --suite "$suite" --out "$runs/default" ${SETTINGS:-}
 done
@@ -21,10 +21,8 @@ for world in weaker-teacher little-copying; do
     $python scripts/make_embedded_model.py --seed 17 --world "$world" --out "$runs/models/$world.part"
     mv "$runs/models/$world.part" "$runs/models/$world"
   fi
-  for suite in robustness forks; do
-    # shellcheck disable=SC2086
-    $past compare --suite $suite --set model.path="$(cd "$runs/models/$world" && pwd)" --out "$runs/$world" ${SETTINGS:-}
-  done
+  # shellcheck disable=SC2086
+  $past compare --suite robustness --set model.path="$(cd "$runs/models/$world" && pwd)" --out "$runs/$world" ${SETTINGS:-}
 done
 for world in default weaker-teacher little-copying; do
   $past results collect "$runs/$world/runs" --world "$world" --folder "$results"
