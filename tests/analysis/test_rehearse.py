@@ -56,7 +56,7 @@ def test_every_row_of_the_paper_starts_and_ends_and_its_tables_are_made(name: st
             assert 0 < did.continuations["right"] < did.continuations["all"]
         assert bool(did.before) == (recipe.method.name in ("sd_zero", "h2sd"))
     sheets = rehearse.make_tables(chosen, list(rows), out, 17)
-    assert sheets[1] == "Cost"
+    assert "Cost" in sheets
 
 
 def test_only_sizes_and_what_is_not_here_differ_from_the_recipe(tmp_path: Path):
