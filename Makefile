@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/past demo
 
-# All suites and worlds, about half an hour of two cores, resumed where it was stopped; then docs/results.md from them.
+# All suites and worlds, resumed where it was stopped; then docs/results.md from them.
 results: $(READY)
 	PAST=$(BIN)/past PYTHON=$(BIN)/python scripts/make_results.sh
 
