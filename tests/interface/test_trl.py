@@ -905,6 +905,7 @@ trainer.accelerator.print(f"reward {found['eval_reward']} {trainer.accelerator.n
 """
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_run_of_one(launch: Launcher, tmp_path: Path):
     """Sampled ids are the same. Gradients are summed in another order, and AdamW divides the smallest of them by their
     own size, so single entries may differ by a step: what is held small is the distance against the way moved."""

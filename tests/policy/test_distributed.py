@@ -32,6 +32,8 @@ FOLLOW = [f"learner.{a}.{k}" for a in ("student", "teacher") for k in ("eps=1.0"
 # Micro-batches of few tokens, so that the ranks have different numbers of them.
 RUN = [*SMALL, *FOLLOW, "run.seed=1", "evaluation.at=[1.0]", "learner.token_budget=256"]
 TINY = [*RUN, "rollout.problems_per_cycle=2"]
+# Each start of several processes takes seconds: the quick tests have one of every kind.
+MORE = pytest.mark.slow
 
 
 DYNAMIC = ["embedded/grpo_dynamic", *RUN, "rollout.problems_per_cycle=3", "rollout.samples_per_problem=4"]
@@ -105,6 +107,7 @@ def test_two_processes_make_the_run_of_one(run):
     assert_same(run(1, RUN), run(2, RUN))
 
 
+@MORE
 def test_dynamic_sampling_replaces_the_same_problems_on_two_processes(run):
     one, two = run(1, DYNAMIC), run(2, DYNAMIC)
     assert_same(one, two)
@@ -121,7 +124,7 @@ def test_a_sharded_base_changes_no_bit_even_where_a_rank_has_nothing_to_do(run):
     assert identical(run(3, TINY), run(3, [*TINY, "distributed.shard='full'", "model.gradient_checkpointing=true"]))
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=MORE)])
 def test_a_checkpoint_of_two_processes_resumes_under_another_number(run, launch: Launcher, tmp_path: Path, size: int):
     folder = tmp_path / "run"
     shutil.copytree(run(2, RUN), folder)
@@ -133,7 +136,7 @@ def test_a_checkpoint_of_two_processes_resumes_under_another_number(run, launch:
     assert_same(run(1, RUN), folder)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=MORE)])
 def test_a_killed_process_ends_the_run_with_one_message(run, launch: Launcher, tmp_path: Path, lost: int):
     folder = tmp_path / "run"
     fault = {"rank": lost, "kind": "kill", "at": [2, "adapt"]}
@@ -155,9 +158,9 @@ def test_a_killed_process_ends_the_run_with_one_message(run, launch: Launcher, t
     ("rank", "kind", "expected"),
     [
         (1, "nan", "teacher step stopped: 1 non-finite entries in the loss of term"),
-        (1, "bug", "rank 1 of 2 failed:\nTraceback"),
-        (0, "bug", "rank 0 of 2 failed:\nTraceback"),
-        (1, "drift", "rank 1 has another teacher adapter after a step than rank 0"),
+        pytest.param(1, "bug", "rank 1 of 2 failed:\nTraceback", marks=MORE),
+        pytest.param(0, "bug", "rank 0 of 2 failed:\nTraceback", marks=MORE),
+        pytest.param(1, "drift", "rank 1 has another teacher adapter after a step than rank 0", marks=MORE),
     ],
     ids=["nan", "bug", "bug-in-the-first", "drift"],
 )
@@ -172,6 +175,7 @@ def test_a_fault_in_one_process_stops_all_before_anything_is_kept(
     assert RunFolder(tmp_path / "run").steps() == [0]
 
 
+@MORE
 def test_ctrl_c_in_one_process_stops_all_at_the_same_boundary(run, launch: Launcher, tmp_path: Path):
     folder = tmp_path / "run"
     ended = launch(2, *words(folder, RUN), fault={"rank": 1, "kind": "interrupt", "at": [0, "adapt"]})
@@ -181,6 +185,7 @@ def test_ctrl_c_in_one_process_stops_all_at_the_same_boundary(run, launch: Launc
     assert len(lines(folder)) == 1
 
 
+@MORE
 def test_a_process_that_waits_for_a_stuck_one_can_be_ended(launch: Launcher, tmp_path: Path):
     """What a launcher does when it loses a process: SIGTERM for the rest, which sit in a call for the lost one."""
     ended = launch(2, *words(tmp_path / "run", RUN), fault={"rank": 1, "kind": "stop", "at": [1, "adapt"]})
@@ -199,6 +204,7 @@ def test_mistakes_are_told_once(launch: Launcher, tmp_path: Path):
     assert ended.messages == ["only train and eval run as several processes; start this without it\n"]
 
 
+@MORE
 def test_torchrun_evaluates_like_one_process(launch: Launcher, tmp_path: Path):
     settings = [word for setting in SMALL for word in ("--set", setting)]
     command = ["eval", "embedded/past", *settings, "--out"]
