@@ -68,7 +68,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Band:
-    """A quantity over cycles or updates: mean and range over the seeds that have it."""
+    """A quantity over cycles: mean and range over the seeds that have it."""
 
     x: list[int]
     mean: list[float]

@@ -1,4 +1,4 @@
-"""Figures of what the student learned: scores over updates, their change, and the signs of health beside them."""
+"""Figures of what the student learned: scores over cycles, their change, and the signs of health beside them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from past_opsd.run.evaluate import Evaluation
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-UPDATES, CYCLES = "student updates", "cycle"
+BOUNDARIES, CYCLES = "cycles done", "cycle"
 POSITIONS = 16
 
 
@@ -42,13 +42,13 @@ def curve(
     quantity: Quantity,
     about: str = "",
     *,
-    x: str = UPDATES,
+    x: str = BOUNDARIES,
     smooth: bool = False,
     steps: bool = False,
     level: float | None = None,
     legend: bool = True,
 ) -> Panel:
-    """A panel of lines over updates, cycles or positions; `about` says what they are, `level` is a dashed line."""
+    """A panel of lines over cycles or positions; `about` says what they are, `level` is a dashed line."""
     half = half_window(lines) if smooth and lines else 0
 
     def draw(ax: Axes) -> list[Spot]:
@@ -106,14 +106,14 @@ def tasks(methods: Sequence[Method]) -> list[str]:
 
 
 def dynamics(methods: Sequence[Method]) -> Figure | None:
-    """[fig:main-learning-dynamics]: Avg@k over student updates, per task and macro."""
+    """[fig:main-learning-dynamics]: Avg@k over cycles, per task and macro."""
     k = samples_text(methods)
     return _scores(
         methods,
         "main-learning-dynamics",
         "fig:main-learning-dynamics",
-        "Score over student updates",
-        f"Avg@{k} of the student over its updates.",
+        "Score over cycles",
+        f"Avg@{k} of the student; a cycle is one update of it, unless the method skips one that teaches it nothing.",
         Quantity(f"Avg@{k}", "share", floor=None),
         lambda traces: traces,
     )
@@ -132,7 +132,7 @@ def changes(methods: Sequence[Method]) -> Figure | None:
         "learning-curves",
         "fig:learning-curves",
         "Change from checkpoint 0",
-        f"Avg@{k} minus the same run's value before its first update.",
+        f"Avg@{k} minus the same run's value before its first cycle.",
         Quantity(f"Change of Avg@{k}", "points"),
         data.change,
     )

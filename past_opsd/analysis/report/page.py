@@ -172,10 +172,10 @@ def _progress(runs: Sequence[Run]) -> str:
         written = [RunFolder(run.folder).metrics_file for run in runs]
         ended = max((path.stat().st_mtime for path in written if path.exists()), default=None)
         cycles = sorted({run.recipe.run.cycles for run in runs})
-        updates = f"{' or '.join(map(str, cycles))} cycles"
+        length = f"{' or '.join(map(str, cycles))} cycles"
         if ended is None:
-            return updates
-        return f"{updates}, ended {datetime.datetime.fromtimestamp(ended):%Y-%m-%d %H:%M}"
+            return length
+        return f"{length}, ended {datetime.datetime.fromtimestamp(ended):%Y-%m-%d %H:%M}"
     if len(runs) == 1:
         return f"cycle {open_[0].completed} of {open_[0].recipe.run.cycles}"
     least = min(open_, key=lambda run: run.completed / run.recipe.run.cycles)
@@ -187,7 +187,7 @@ def _tiles(methods: Sequence[Method], rows: Sequence[summary.Row]) -> list[tuple
     names = [row.label for row in rows]
     if len(methods) == 1:
         rows = rows[:: max(1, len(rows) - 1)]
-        names = ["Before training" if row.step == 0 else f"After {row.step} updates" for row in rows]
+        names = ["Before training" if row.step == 0 else f"After {row.step} cycles" for row in rows]
     return list(zip(names, rows, strict=True)) if len(rows) < 6 else []
 
 

@@ -91,7 +91,7 @@ def _parts(found: Sequence[Measurement], legend: bool) -> Panel | None:
         for (label, step), (privileged, shift) in zip(groups, means, strict=True)
     ]
     draw = partial(draw_stacks, labels=labels, parts=parts, x="nats a token", form="{:.3g}", colours=_COLOURS)
-    header = ["Method", "updates", f"{STAYS} (nats)", f"{REACHES} (nats)"]
+    header = ["Method", "cycles", f"{STAYS} (nats)", f"{REACHES} (nats)"]
     size = (WIDTH, max(2.2, bar_height(len(labels))))
     note = (
         "KL(teacher || student) at student prefixes, split into what depends on privilege that the prefix does not "
@@ -116,7 +116,7 @@ def _intervals(
         for group in series.values()
         for m in group
     ]
-    header = ["Method", "seed", "updates", title + quantity.unit, "low", "high"]
+    header = ["Method", "seed", "cycles", title + quantity.unit, "low", "high"]
     draw = partial(_draw, series=list(series.values()), name=name, quantity=quantity, legend=legend)
     return Panel(f"privilege-decomposition-{name}", title, draw, (header, rows), note)
 
@@ -140,7 +140,7 @@ def _draw(ax: Axes, series: Sequence[Sequence[Measurement]], name: str, quantity
         for m, x, (middle, low, high) in zip(group, xs, values, strict=True):
             ax.plot([x, x], [low, high], color=colour, lw=1.2, zorder=2.5)
             said = "{} [{}, {}]".format(*map(quantity.text, _ends(m, name)))
-            title = f"{label}, seed {m.seed}, student updates {m.step}"
+            title = f"{label}, seed {m.seed}, after {m.step} cycles"
             spots.append(Spot(title, [(quantity.label, colour, quantity.said(said))], [(x, middle)], "point"))
         text = label if legend and label not in seen else ""
         seen.add(label)
@@ -155,7 +155,7 @@ def _draw(ax: Axes, series: Sequence[Sequence[Measurement]], name: str, quantity
         )
     ax.axhline(0, color=FG, lw=0.7, zorder=1)
     ax.margins(x=0.08)
-    ax.set_xlabel("student updates")
+    ax.set_xlabel("cycles done")
     ax.set_ylabel(quantity.label + quantity.unit)
     whole_numbers(ax)
     fit(ax, quantity)

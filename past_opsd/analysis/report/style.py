@@ -106,7 +106,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Line:
-    """A method's quantity over cycles or updates."""
+    """A method's quantity over cycles."""
 
     label: str
     look: Look
@@ -267,7 +267,7 @@ def _finish(ax: Axes, quantity: Quantity) -> None:
 
 
 def whole_numbers(ax: Axes) -> None:
-    """The horizontal axis counts updates, cycles or positions; a single one stands in the middle."""
+    """The horizontal axis counts cycles or positions; a single one stands in the middle."""
     from matplotlib.ticker import MaxNLocator
 
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))

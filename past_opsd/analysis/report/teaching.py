@@ -207,7 +207,7 @@ def _draw_conditions(
             seen.add(label)
             ax.plot([x], [y], ls="", marker=look.marker, ms=5, color=look.colour, label=name or None, zorder=3)
             said = quantity.said(_cell(value, quantity))
-            title = f"{label}, seed {seed}, after {step} updates: {condition}"
+            title = f"{label}, seed {seed}, after {step} cycles: {condition}"
             spots.append(Spot(title, [(quantity.label, look.colour, said)], [(x, y)], "point"))
     ax.set_xticks(range(len(CONDITIONS)), list(CONDITIONS.values()))
     ax.set_xlim(-0.5, len(CONDITIONS) - 0.5)

@@ -590,7 +590,7 @@ def test_the_values_told_are_those_of_the_table(runs: list[data.Run], found: dic
     told = {spot.title: {label: value for label, _, value in spot.rows} for spot in _axes(macro)[1]}
     header, rows = macro.table
     assert told == {
-        f"student updates {row[0]}": {
+        f"cycles done {row[0]}": {
             name.removesuffix(" (%)"): f"{cell} %" for name, cell in zip(header[1:], row[1:], strict=True) if cell
         }
         for row in rows

@@ -223,7 +223,7 @@ def test_scores_are_those_of_the_bootstrap(html: str, runs: list[Run]) -> None:
     assert rows["Vanilla OPSD"].difference is rows["Base model"].difference is None
     assert (rows["Base model"].step, rows["PAST"].step, rows["PAST"].seeds) == (0, 2, "17, 29")
     words = Document(html).words
-    assert f"{100 * own['past'].estimate:.1f} % macro Avg@4 after 2 updates" in words
+    assert f"{100 * own['past'].estimate:.1f} % macro Avg@4 after 2 cycles" in words
     assert f"95 % interval {100 * own['past'].low:.1f} to {100 * own['past'].high:.1f}" in words
     signed = [f"{100 * v:+.1f}".replace("-", "−") for v in (gain.estimate, gain.low, gain.high)]
     assert "{} [{}, {}] against Vanilla OPSD".format(*signed) in words
@@ -237,7 +237,7 @@ def test_one_run_is_set_against_its_own_start(runs: list[Run]) -> None:
     assert last.difference == stats.paired_bootstrap(after, before)
     words = Document(_bare([run])).words
     assert "Before training" in words
-    assert "After 2 updates" in words
+    assert "After 2 cycles" in words
     assert "seed 17 ·" in words
     assert "What differs" not in words
 
