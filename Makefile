@@ -42,7 +42,7 @@ bench: $(VENV)-bench/.ready
 	$(VENV)-bench/bin/past bench divergence --tokens 256 --vocab 151936 --hidden 2048
 	$(VENV)-bench/bin/past models pull smollm2-135m
 	$(VENV)-bench/bin/past bench rollout
-	$(VENV)-bench/bin/past bench rollout --recipe smollm2/past --requests 32 --tokens 64 --repeats 1
+	$(VENV)-bench/bin/past bench rollout --recipe word_problems/past --requests 32 --tokens 64 --repeats 1
 	$(VENV)-bench/bin/past bench step
 	$(VENV)-bench/bin/past bench shared
 	$(VENV)-bench/bin/past bench scaling

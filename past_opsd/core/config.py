@@ -38,6 +38,8 @@ SHIPPED = Path(__file__).parents[1] / "recipes"
 VARIANTS = "variants.toml"  # beside shipped recipes: those that are another one but for a key or two, a table each
 EMBEDDED = {"embedded": "embedded_model", "embedded-expert": "embedded_expert"}  # models of the package, by name
 HUB = "hf:"  # before the name of a dataset on the Hugging Face hub
+Role = Literal["student", "evaluation", "reference", "hindsight", "removed", "rephrase", "hint", "write_hint"]
+"""Who reads a prompt; each has its message in `[prompts]`."""
 PLUGINS = {"method": "methods", "task": "tasks", "verifier": "rollout.verifiers", "engine": "rollout.engines"}
 FUNCTION = "function"  # the task and the verifier that a function of the user's is, under the key `path`
 
@@ -193,10 +195,30 @@ class ModelSection(Section):
 
 
 class ExampleSection(Section):
-    """A solved problem that a model reads before every prompt, as an earlier exchange."""
+    """A solved problem that a model reads before its prompt, as an earlier exchange.
 
-    user: str = Field(description="what was asked")
+    Either `user` is what was asked, to the letter, or the fields are put into each role's own message, so that a
+    teacher is shown how what it is told in private is used.
+    """
+
+    user: str | None = Field(default=None, description="what was asked, to the letter, in every role")
+    problem: str | None = Field(default=None, description="instead of 'user': {problem} of each role's own message")
+    student_output: str | None = Field(default=None, description="with 'problem': {student_output} where a role has it")
+    reference_solution: str | None = Field(
+        default=None, description="with 'problem': {reference_solution} where a role has it"
+    )
+    hint: str | None = Field(default=None, description="with 'problem': {hint} where a role has it")
     assistant: str = Field(description="what was answered")
+    roles: list[Role] | None = Field(default=None, description="the roles that read it; default: all")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        fields = [name for name in ("student_output", "reference_solution", "hint") if getattr(self, name) is not None]
+        if (self.user is None) == (self.problem is None):
+            raise ValueError("an example has either 'user', the message to the letter, or 'problem'")
+        if fields and self.problem is None:
+            raise ValueError(f"'{fields[0]}' of an example goes with 'problem', not with 'user'")
+        return self
 
 
 class PromptsSection(Section):
@@ -214,15 +236,9 @@ class PromptsSection(Section):
     teacher_kwargs: dict[str, Any] = Field(default={}, description="chat_template_kwargs of every teacher prompt")
     evaluation_kwargs: dict[str, Any] = Field(default={}, description="chat_template_kwargs in evaluation")
     examples: list[ExampleSection] = Field(
-        default=[], description="earlier exchanges, for models that do not know the format"
+        default=[], description="earlier exchanges, for models that do not know the format; they may differ by role"
     )
     strip_thinking: bool = Field(default=False, description="cut <think> blocks out of {student_output}")
-
-    @property
-    def turns(self) -> list[dict[str, str]]:
-        """The examples as messages of a chat."""
-        pairs = [pair for e in self.examples for pair in (("user", e.user), ("assistant", e.assistant))]
-        return [{"role": role, "content": text} for role, text in pairs]
 
 
 class RolloutSection(Section):

@@ -932,6 +932,7 @@ def test_two_processes_make_the_run_of_one(launch: Launcher, tmp_path: Path):
     assert float(apart.norm()) <= 1e-2 * float(way.norm())
 
 
+@pytest.mark.slow
 def test_a_mistake_is_told_once_by_all_processes(launch: Launcher, tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("max_steps=1", "num_iterations=5, max_steps=1"))

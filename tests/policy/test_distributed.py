@@ -32,7 +32,7 @@ FOLLOW = [f"learner.{a}.{k}" for a in ("student", "teacher") for k in ("eps=1.0"
 # Micro-batches of few tokens, so that the ranks have different numbers of them.
 RUN = [*SMALL, *FOLLOW, "run.seed=1", "evaluation.at=[1.0]", "learner.token_budget=256"]
 TINY = [*RUN, "rollout.problems_per_cycle=2"]
-# Each start of several processes takes seconds: the quick tests have one of every kind.
+# Each start of several processes takes seconds: the quick tests have one run, one fault and one mistake.
 MORE = pytest.mark.slow
 
 
@@ -103,6 +103,7 @@ def identical(one: Path, other: Path) -> bool:
     return same and lines(one) == lines(other) and sampled(one) == sampled(other)
 
 
+@MORE
 def test_two_processes_make_the_run_of_one(run):
     assert_same(run(1, RUN), run(2, RUN))
 
@@ -120,11 +121,13 @@ def test_more_processes_than_problems_and_an_empty_branch(run):
     assert {line["rollout/success"] for line in lines(one)} & {0.0, 1.0}, "no branch was ever empty"
 
 
+@MORE
 def test_a_sharded_base_changes_no_bit_even_where_a_rank_has_nothing_to_do(run):
     assert identical(run(3, TINY), run(3, [*TINY, "distributed.shard='full'", "model.gradient_checkpointing=true"]))
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(3, marks=MORE)])
+@MORE
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_checkpoint_of_two_processes_resumes_under_another_number(run, launch: Launcher, tmp_path: Path, size: int):
     folder = tmp_path / "run"
     shutil.copytree(run(2, RUN), folder)
@@ -136,7 +139,8 @@ def test_a_checkpoint_of_two_processes_resumes_under_another_number(run, launch:
     assert_same(run(1, RUN), folder)
 
 
-@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=MORE)])
+@MORE
+@pytest.mark.parametrize("lost", [0, 1])
 def test_a_killed_process_ends_the_run_with_one_message(run, launch: Launcher, tmp_path: Path, lost: int):
     folder = tmp_path / "run"
     fault = {"rank": lost, "kind": "kill", "at": [2, "adapt"]}

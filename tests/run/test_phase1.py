@@ -58,12 +58,9 @@ def fingerprint(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "points"),
-    [
-        ("embedded/h2sd", ("drawn", "written")),
-        pytest.param("embedded/sd_zero", ("written",), marks=pytest.mark.slow),
-    ],
+    ("recipe", "points"), [("embedded/h2sd", ("drawn", "written")), ("embedded/sd_zero", ("written",))]
 )
 def test_a_kill_before_the_first_cycle_costs_a_batch_and_changes_no_bit(
     recipe: str,

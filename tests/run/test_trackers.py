@@ -207,6 +207,7 @@ def resumed(
     return recipe, folder, between
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_killed_and_resumed_run_is_one_run_with_every_step_once(resumed, name: str):
     need(name)

@@ -63,7 +63,7 @@ def _scaling(parser: argparse.ArgumentParser) -> None:
 
 
 def _shared(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--recipe", default="smollm2/past", help="whose model and method (default %(default)s)")
+    parser.add_argument("--recipe", default="word_problems/past", help="whose model and method (default %(default)s)")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of the teacher's prompt (default %(default)s)")
     parser.add_argument(
         "--student-prompt", type=int, default=256, help="tokens of the student's prompt (default %(default)s)"
@@ -81,7 +81,7 @@ def _shared(parser: argparse.ArgumentParser) -> None:
 
 
 def _step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--recipes", default="smollm2", help="whose recipes 'grpo' and 'opsd' (default %(default)s)")
+    parser.add_argument("--recipes", default="word_problems", help="whose recipes 'grpo' and 'opsd' (default %(default)s)")
     parser.add_argument("--only", choices=METHODS, help="one of the two comparisons")
     parser.add_argument("--group", type=int, default=8, help="GRPO: responses to its one prompt (default %(default)s)")
     parser.add_argument("--prompts", type=int, default=4, help="OPSD: prompts, a response each (default %(default)s)")

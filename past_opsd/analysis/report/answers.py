@@ -13,6 +13,7 @@ REASONS = {
     "correct": "The final answer equals the reference answer.",
     "wrong": "A final answer was found and understood, and it differs from the reference answer.",
     "truncated": "The token limit cut the response, so it was not read; a longer limit or shorter responses help.",
+    "no_answer": "The words that announce the final answer (verifier.after) are not there.",
     "no_box": "No \\boxed{} after the thinking part, so there is no final answer.",
     "empty_box": "There is a \\boxed{}, but nothing is in it.",
     "unclosed_box": "A \\boxed{ that never closes, and no closed one.",

@@ -17,6 +17,7 @@ class Reason(StrEnum):
     WRONG = "wrong"  # the final answer was understood and differs from the gold answer
     TRUNCATED = "truncated"  # the token limit cut the response; not read at all
     NO_BOX = "no_box"  # no \boxed{} after the thinking part
+    NO_ANSWER = "no_answer"  # the words that announce the answer are not there
     EMPTY_BOX = "empty_box"  # boxes, but nothing in any of them
     UNCLOSED_BOX = "unclosed_box"  # a \boxed{ that never closes, and no closed one
     UNPARSEABLE = "unparseable"  # the content of the box is not mathematics that can be read

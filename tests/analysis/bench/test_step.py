@@ -77,8 +77,8 @@ def test_trl_is_told_what_our_side_reads(method):
 
 
 def test_braces_of_a_teacher_message_survive():
-    recipe = config.load("smollm2/opsd", ["model.path=embedded"])
-    twin = step.twin("opsd", Plan("smollm2/opsd", ("model.path=embedded",), 1, 1, 7, 1, False), recipe)
+    recipe = config.load("word_problems/opsd", ["model.path=embedded"])
+    twin = step.twin("opsd", Plan("word_problems/opsd", ("model.path=embedded",), 1, 1, 7, 1, False), recipe)
     assert twin.teacher_template.format(prompt="P", privileged_context="Z").endswith(r"final answer within \boxed{}.")
 
 
