@@ -677,7 +677,7 @@ def _write_table(section: BaseModel, prefix: str, out: list[str]) -> None:
 def toml_value(value: Any) -> str:
     """A value as TOML writes it; a text of several lines stays as it is, where TOML can read it again."""
     if isinstance(value, BaseModel):
-        value = value.model_dump()
+        value = value.model_dump(exclude_none=True)
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):

@@ -1,8 +1,8 @@
 """What each role reads: the only place where privilege is written into a prompt.
 
-Every prompt is one user message, after the recipe's examples for that role, rendered by the tokenizer's own chat template, ending
-where the assistant's turn begins, as token ids. The outcome R enters none of them: `hindsight` sees a problem and a
-text, never a verdict.
+Every prompt is one user message, after the recipe's examples for that role, rendered by the tokenizer's own chat
+template, ending where the assistant's turn begins, as token ids. The outcome R enters none of them: `hindsight` sees a
+problem and a text, never a verdict.
 
 Two prompts may open the turn differently: one template writes an empty thinking block for the student, who is not to
 think, and none for the teacher, who is. `aligned_from` says from which token on both read the same kind of text.

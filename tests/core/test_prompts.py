@@ -47,6 +47,61 @@ def test_examples_are_earlier_exchanges_of_every_roles_chat(tokenizer):
         assert with_example.removesuffix(own) == tokenizer.apply_chat_template(earlier, tokenize=False)
 
 
+DEMONSTRATION = (
+    r"{problem='1*2', student_output='1*2=3; \boxed{3}', reference_solution='\boxed{2}', "
+    r"assistant='1*2=2; \boxed{2}'}"
+)
+
+
+def asked(tokenizer, ids) -> list[str]:
+    """What the user says in a prompt, turn by turn."""
+    turns = tokenizer.decode(ids).split("<|user|>")[1:]
+    return [turn.split("<|assistant|>")[0] for turn in turns]
+
+
+def test_an_example_goes_through_each_roles_own_message(tokenizer):
+    plain, shown = prompts(tokenizer), prompts(tokenizer, f"prompts.examples=[{DEMONSTRATION}]")
+    example = Problem("e", "1*2", r"\boxed{2}", "2")
+    for role, told in (("student", ()), ("evaluation", ()), ("reference", ()), ("removed", ())):
+        first, last = asked(tokenizer, getattr(shown, role)(PROBLEM, *told))
+        assert [first] == asked(tokenizer, getattr(plain, role)(example))
+        assert [last] == asked(tokenizer, getattr(plain, role)(PROBLEM))
+    first, last = asked(tokenizer, shown.hindsight(PROBLEM, "6*7=2; "))
+    assert [first] == asked(tokenizer, plain.hindsight(example, r"1*2=3; \boxed{3}"))
+    assert "1*2=3" not in tokenizer.decode(shown.student(PROBLEM)), "the student reads no attempt of an example either"
+
+
+def test_an_example_is_read_by_the_roles_it_names(tokenizer):
+    own = DEMONSTRATION[:-1] + ", roles=['hindsight', 'reference']}"
+    plain, shown = prompts(tokenizer), prompts(tokenizer, f"prompts.examples=[{own}]")
+    assert shown.student(PROBLEM) == plain.student(PROBLEM)
+    assert shown.removed(PROBLEM) == plain.removed(PROBLEM)
+    assert len(asked(tokenizer, shown.reference(PROBLEM))) == len(asked(tokenizer, shown.hindsight(PROBLEM, ""))) == 2
+
+
+def test_an_example_without_what_a_role_shows_is_told(tokenizer):
+    example = "{problem='1*2', reference_solution='2', assistant='2'}"
+    message = r"example 1 of prompts\.examples has no 'student_output', which prompts\.hindsight shows"
+    with pytest.raises(PastError, match=message):
+        prompts(tokenizer, f"prompts.examples=[{example}]")
+    others = "['student', 'evaluation', 'reference', 'removed']"
+    prompts(tokenizer, f"prompts.examples=[{example[:-1]}, roles={others}}}]")
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ("{assistant='2'}", "either 'user'"),
+        ("{user='1*2', problem='1*2', assistant='2'}", "either 'user'"),
+        ("{user='1*2', hint='2', assistant='2'}", "'hint' of an example goes with 'problem'"),
+        ("{user='1*2', assistant='2', roles=['nobody']}", "roles"),
+    ],
+)
+def test_an_example_has_one_form(example: str, message: str):
+    with pytest.raises(PastError, match=message):
+        config.load("embedded/past", [f"prompts.examples=[{example}]"])
+
+
 def test_hindsight_keeps_the_papers_field_order(tokenizer):
     text = tokenizer.decode(prompts(tokenizer).hindsight(PROBLEM, "6*7=2; 2*3=5; "))
     positions = [text.index(part) for part in ("6*7*3*4", "6*7=2; 2*3=5; ", PROBLEM.solution)]

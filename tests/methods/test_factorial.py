@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from chatml import THINK, TURNS, tokenizer
 
@@ -36,7 +38,7 @@ def read(family: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("family", ["embedded", "paper", "smollm2"])
+@pytest.mark.parametrize("family", ["embedded", "paper", "smollm2", "smollm2_nth", "word_problems"])
 def test_cells_differ_in_their_factors_alone(family: str):
     (_, vanilla), (_, teacher), (_, trajectory), (_, past) = read(family).values()
     assert teacher == vanilla
@@ -46,13 +48,13 @@ def test_cells_differ_in_their_factors_alone(family: str):
     assert [adapter for adapter, _ in read(family).values()] == ["base", "teacher", "base", "teacher"]
 
 
-@pytest.mark.parametrize("family", ["embedded", "paper", "smollm2"])
+@pytest.mark.parametrize("family", ["embedded", "paper", "smollm2", "smollm2_nth", "word_problems"])
 def test_without_a_trajectory_no_word_of_an_attempt_is_read(family: str):
     """The message with the trajectory, less the attempt's block and the sentences about it."""
     _, vanilla = read(family)["Vanilla OPSD"]
     _, past = read(family)["PAST"]
-    if family == "embedded":
-        assert vanilla == past.replace(f"\nAttempt: {ATTEMPT}", "")
+    if family in ("embedded", "smollm2", "smollm2_nth"):
+        assert vanilla == re.sub(r"\nAttempt: .*", "", past)  # in the examples too
         return
     block = f"=== Student Attempt Begin ===\n{ATTEMPT}\n=== Student Attempt End ===\n\n"
     about = past[past.index("The student attempt above") : past.index("Use the reference solution to ensure")]
@@ -61,7 +63,7 @@ def test_without_a_trajectory_no_word_of_an_attempt_is_read(family: str):
     assert "attempt" not in vanilla.lower()
 
 
-@pytest.mark.parametrize("family", ["embedded", "paper"])
+@pytest.mark.parametrize("family", ["embedded", "paper", "smollm2"])
 def test_the_shipped_rows_are_these_cells(family: str):
     for row, name in (("Teacher only", "teacher_only"), ("Trajectory only", "trajectory_only")):
         method, overrides = CELLS[row]

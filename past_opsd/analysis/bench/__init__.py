@@ -81,7 +81,7 @@ def _shared(parser: argparse.ArgumentParser) -> None:
 
 
 def _step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--recipes", default="word_problems", help="whose recipes 'grpo' and 'opsd' (default %(default)s)")
+    parser.add_argument("--recipes", default="word_problems", help="whose 'grpo' and 'opsd' (default %(default)s)")
     parser.add_argument("--only", choices=METHODS, help="one of the two comparisons")
     parser.add_argument("--group", type=int, default=8, help="GRPO: responses to its one prompt (default %(default)s)")
     parser.add_argument("--prompts", type=int, default=4, help="OPSD: prompts, a response each (default %(default)s)")

@@ -1,4 +1,4 @@
-r"""The same text: the last `\boxed{}` after the thinking part, what follows a mark, or the whole text is the gold answer."""
+r"""The same text: the last `\boxed{}` after the thinking part, what follows a mark, or the whole text is the gold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ class Options(Section):
     """Settings of the exact verifier."""
 
     whole_text: bool = Field(default=False, description="Compare the whole answer text instead of the last box.")
-    after: str = Field(default="", description="Compare what follows the last of these, 'Answer:' say, instead of a box.")
+    after: str = Field(
+        default="", description="Compare what follows the last of these, 'Answer:' say, instead of a box."
+    )
     strip_thinking: bool = Field(default=True, description="Read only what follows the last </think>.")
 
     @model_validator(mode="after")

@@ -22,6 +22,27 @@ def test_last_box(gold: str, text: str, reason: str) -> None:
     assert (verdict.reason, verdict.correct) == (reason, reason == "correct")
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("lemon starts with l. Answer: lb", "correct"),
+        ("Answer: gs. No: Answer: lb \n", "correct"),
+        ("Answer: lb\nAnd more", "wrong"),
+        ("Answer: LB", "wrong"),
+        ("lb", "no_answer"),
+        ("<think>Answer: lb</think> lb", "no_answer"),
+        ("<think>Answer: lb", "no_answer"),
+    ],
+)
+def test_what_follows_a_mark(text: str, reason: str) -> None:
+    verifier = Exact(Options(after="Answer:"))
+    (verdict,) = verifier.verify([(Problem("p", "", "", "lb"), Response((), text, (), True))])
+    assert verdict.reason == reason
+    assert verifier.identity != Exact(Options()).identity
+    with pytest.raises(ValueError, match="no meaning"):
+        Options(after="Answer:", whole_text=True)
+
+
 def test_whole_text() -> None:
     verifier = Exact(Options(whole_text=True))
     texts = ["<think>hm</think> # 4 \n", "# 4", "# 5", "<think> # 4", "# 4"]
