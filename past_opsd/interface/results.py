@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     collect = kinds.add_parser("collect", help=about, description=about)
     collect.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, or a folder that holds runs")
     collect.add_argument("--world", default="default", help="whose evidence it replaces (default %(default)s)")
+    collect.add_argument("--add", action="store_true", help="keep the evidence of other runs that is there already")
     about = "make the tables, the page and its figure from the evidence"
     rebuild = kinds.add_parser("rebuild", help=about, description=about)
     rebuild.add_argument("--check", action="store_true", help="write nothing; fail where a file differs")
@@ -45,6 +46,9 @@ def _collect(args: argparse.Namespace) -> int:
 
     records = evidence.gather(args.runs, print)
     folder = _folder(args) / evidence.WORLDS / args.world
+    if args.add and folder.is_dir():
+        found = evidence.load(folder) | {(record.recipe, record.seed): record for record in records}
+        records = [found[key] for key in sorted(found)]
     evidence.write(folder, records)
     size = sum(file.stat().st_size for file in folder.glob("*.parquet"))
     print(f"{folder}: {len(records)} runs, {size / 1e6:.2f} MB")

@@ -66,6 +66,19 @@ def test_evidence_gives_the_results_of_the_runs(compared: Path, collected: Path)
             assert (other.outcomes, other.problems, other.styles) == (result.outcomes, result.problems, result.styles)
 
 
+def test_evidence_can_be_added_to(compared: Path, copy: Path, tmp_path: Path):
+    """Runs come one after the other: what is there already stays, what is given again is taken anew."""
+    kept = {file.name: file.read_bytes() for file in (copy / "worlds" / "default").iterdir()}
+    one = tmp_path / "one"
+    shutil.copytree(suite.run_folder(compared, "embedded/past", 17), one)
+    assert past("collect", one, "--folder", copy, "--add") == 0
+    assert {file.name: file.read_bytes() for file in (copy / "worlds" / "default").iterdir()} == kept
+    assert past("collect", one, "--folder", copy) == 0
+    assert set(evidence.load(copy / "worlds" / "default")) == {("embedded/past", 17)}
+    assert past("collect", compared, "--folder", copy, "--add") == 0
+    assert {file.name: file.read_bytes() for file in (copy / "worlds" / "default").iterdir()} == kept
+
+
 def test_what_was_rebuilt_is_found_to_follow(collected: Path, capsys: pytest.CaptureFixture[str]):
     assert check(collected) == 0
     assert re.search(r"^(\d+) of \1 files are what the evidence gives", capsys.readouterr().out, re.MULTILINE)
