@@ -4,10 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo results test test-slow test-portable test-vllm wheel-test triton chaos docs check format bench clean
+.PHONY: demo demo-real results test test-slow test-portable test-vllm wheel-test triton chaos docs check format bench clean
 
 demo: $(READY)
 	$(BIN)/past demo
+
+# The same on a real pretrained model, SmolLM2-135M: one family of questions, one seed, both cores.
+demo-real: $(READY)
+	$(BIN)/past models pull smollm2-135m
+	$(BIN)/past demo --family smollm2 --seeds 17 --set run.threads=2 --out runs/demo-real
 
 # All suites and worlds, resumed where it was stopped; then docs/results.md from them.
 results: $(READY)

@@ -90,6 +90,12 @@ def rehearse(parser: ArgumentParser) -> None:
 
 def demo(parser: ArgumentParser) -> None:
     """`past demo`."""
+    parser.add_argument(
+        "--family",
+        choices=("embedded", "smollm2", "smollm2_nth"),
+        default="embedded",
+        help="whose recipes: the embedded default, or SmolLM2-135M's two laboratories (past models pull smollm2-135m)",
+    )
     parser.add_argument("--out", type=place, default=Path("runs/demo"), help="folder, made anew (default runs/demo)")
     parser.add_argument("--seeds", default=_SEEDS, help=f"training seeds, comma-separated (default {_SEEDS})")
     _overrides(parser)

@@ -165,7 +165,11 @@ _RUN = "runs/embedded-past-17"
 COMMANDS: Mapping[str, Sequence[Command]] = {
     "Start": (
         Command(
-            "demo", "Vanilla OPSD and PAST on the embedded default, with a table", "", commands.demo, arguments.demo
+            "demo",
+            "Vanilla OPSD and PAST on the embedded default or on SmolLM2, with a table",
+            "",
+            commands.demo,
+            arguments.demo,
         ),
         Command(
             "init",

@@ -240,7 +240,7 @@ def demo(args: Namespace) -> int:
 
     from past_opsd.interface.demo import demo
 
-    demo(Console(), args.out, seeds, args.overrides)
+    demo(Console(), args.out, seeds, args.overrides, args.family)
     return 0
 
 

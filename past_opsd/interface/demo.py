@@ -1,4 +1,4 @@
-"""`past demo`: Vanilla OPSD and PAST on the embedded default with equal student updates; a table and a report."""
+"""`past demo`: Vanilla OPSD and PAST with equal student updates; a table and a report."""
 
 from __future__ import annotations
 
@@ -30,23 +30,25 @@ from past_opsd.run.evaluate import Evaluation, macro_avg, stack
 from past_opsd.run.folder import REPORT, TRAINED, RunFolder, is_ours
 from past_opsd.run.train import train
 
-METHODS = {"Vanilla OPSD": "embedded/opsd", "PAST": "embedded/past"}
+METHODS = {"Vanilla OPSD": "opsd", "PAST": "past"}
+FAMILIES = ("embedded", "smollm2", "smollm2_nth")
 MARK = ".past-demo"
-_RUN = re.compile(r"embedded-(opsd|past)-\d+")
+_RUN = re.compile(rf"({'|'.join(FAMILIES)})-({'|'.join(METHODS.values())})-\d+")
 TABLE = "table.json"
 
 
 def demo(
-    console: Console, folder: Path, seeds: Sequence[int], overrides: Sequence[str] = ()
+    console: Console, folder: Path, seeds: Sequence[int], overrides: Sequence[str] = (), family: str = FAMILIES[0]
 ) -> dict[str, list[Evaluation]]:
     """Train every method with every seed in `folder`, new or an earlier demo's, then print and save the table."""
+    config.load(f"{family}/past", overrides)  # a mistake is told before anything is deleted
     room(folder, folder=True)
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
         raise PastError(f"{folder} exists and is not a demo's; choose another --out")
     with held(folder):
         clear(folder)
         write_text(folder / MARK, "")
-        return _demo(console, folder, seeds, overrides)
+        return _demo(console, folder, seeds, overrides, family)
 
 
 def clear(folder: Path) -> None:
@@ -71,13 +73,14 @@ def _is_ours(path: str) -> bool:
 
 
 def _demo(
-    console: Console, folder: Path, seeds: Sequence[int], overrides: Sequence[str]
+    console: Console, folder: Path, seeds: Sequence[int], overrides: Sequence[str], family: str
 ) -> dict[str, list[Evaluation]]:
     began = time.monotonic()
     results: dict[str, list[Evaluation]] = {"Base": [], **{name: [] for name in METHODS}}
     updates = 0
     for seed in seeds:
-        for name, recipe_name in METHODS.items():
+        for name, method in METHODS.items():
+            recipe_name = f"{family}/{method}"
             recipe = config.load(recipe_name, [f"run.seed={seed}", *overrides])
             run = folder / f"{recipe_name.replace('/', '-')}-{seed}"
             again = _again(recipe_name, seed, overrides, run)
@@ -93,8 +96,9 @@ def _demo(
     gain = stats.paired_bootstrap(stack(results["PAST"]), stack(results["Vanilla OPSD"]))
     console.print(f"PAST minus Vanilla OPSD: {interval(gain, sign=True)}", highlight=False)
     _save(folder / TABLE, results)
+    teacher = folder / f"{family}-past-{seeds[0]}"
     life.doing("looking into the teacher")
-    for line in look_into(folder / f"embedded-past-{seeds[0]}"):
+    for line in look_into(teacher) if family == FAMILIES[0] else _looks(teacher):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"{time.monotonic() - began:.0f} s; runs, rollouts and checkpoints: {folder}", highlight=False)
     life.doing("writing the report")
@@ -130,6 +134,11 @@ def look_into(run: Path) -> list[str]:
     at.run.write_probe(step, probed)
     at.run.write_shift(step, shifted)
     return [f"teacher (seed {at.seed}): {probed['verdict']}", f"transfer (seed {at.seed}): {shifted['verdict']}"]
+
+
+def _looks(run: Path) -> list[str]:
+    """The commands that ask the same of a larger model, which takes minutes."""
+    return [f"its teacher: {shlex.join([*life.program(), what, str(run)])}" for what in ("probe", "shift")]
 
 
 def table(results: dict[str, list[Evaluation]], updates: int, seeds: Sequence[int]) -> Table:
