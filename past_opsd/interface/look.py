@@ -57,7 +57,7 @@ def _show(console: Console, tokenizer: Any, prompts: Prompts, method: Any, attem
     tokens = attempt.response.tokens
     teacher = method.teacher_view(attempt)
     start = prompts.aligned_from(attempt.view.prompt, teacher.prompt, tokens)
-    console.print(f"problem {attempt.problem.id}: {attempt.verdict.reason}", style="bold")
+    console.print(Text(f"problem {attempt.problem.id}: {attempt.verdict.reason}", style="bold"))
     legend = ["prompt tokens ", ("dim", PROMPT), ", supervised tokens ", ("like this", SUPERVISED)]
     legend += [", others of the response ", ("like this", UNALIGNED)] if start else []
     console.print(Text.assemble(*legend))

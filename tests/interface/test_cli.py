@@ -60,6 +60,18 @@ def test_inspect_shows_both_inputs(capsys, name: str, dry: bool):
     assert len(re.findall(r"<\|assistant\|>", out)) == 2
 
 
+def test_inspect_shows_the_examples_of_each_role_and_names_as_they_are(capsys):
+    """A task whose ids hold ':train:', which a terminal's markup takes for a picture."""
+    example = "{problem='1*2', student_output='1*2=3; ', reference_solution='2, ', assistant='1*2=2; '}"
+    task = ["task.name=word_problems", "task.train_problems=8", "task.eval_problems=1", f"prompts.examples=[{example}]"]
+    words = [word for setting in task for word in ("--set", setting)]
+    code, out, _ = run(capsys, "inspect", "embedded/past", "--dry", *words)
+    assert code == 0
+    assert "problem 1-step:train:1:" in out
+    student, teacher = out.split("teacher reads")
+    assert ("1*2=3" in student, "1*2=3" in teacher) == (False, True)
+
+
 def test_train_eval_and_resume(capsys, tmp_path: Path):
     folder = tmp_path / "run"
     code, out, _ = run(capsys, "train", "embedded/opsd", "--out", folder, *SETS)
