@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from past_opsd.analysis.probe_tables import CONDITIONS, DIFFERENCES, METRICS
-from past_opsd.core import stats
+from past_opsd.core import life, stats
 from past_opsd.core.losses import GeneralizedJSD, Stay
 from past_opsd.core.nouns import Adapter, Attempt, PastError, Problem, View, derive_seed
 from past_opsd.core.prompts import Prompts
@@ -84,9 +84,11 @@ def teacher_views(prompts: Prompts, teacher: Adapter, attempt: Attempt, donor: A
 def measure(at: Boundary, attempts: Sequence[Attempt], views: Sequence[Mapping[str, View]]) -> Measured:
     """Success, next-token divergences along Y and compatibility KL along the teacher's own continuations."""
     paths = [((a.view, *(v[c] for c in CONDITIONS)), a.response.tokens) for a, v in zip(attempts, views, strict=True)]
+    life.doing("reading responses under every prompt")
     along = boundary.along(at, paths, _divergences)
     values: dict[str, dict[str, np.ndarray]] = {}
     for k, condition in enumerate(CONDITIONS):
+        life.doing(f"teacher, {condition}")
         continued = _continue(at, attempts, [v[condition] for v in views])
         pairs = [((c.view, a.view), c.response.tokens) for c, a in zip(continued, attempts, strict=True)]
         kl = boundary.along(at, pairs, _compatibility)[:, 0]

@@ -12,8 +12,7 @@ one privilege U_m ~ P(U | H), under which the run's own teacher gives a next-tok
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,14 @@ import numpy as np
 
 from past_opsd.analysis import shift_estimates
 from past_opsd.analysis.shift_estimates import Coupling, Estimate, Split, couple, estimate, split
+from past_opsd.core import life
 from past_opsd.core.nouns import Attempt, PastError, Problem, Response, Tokens, View, derive_seed
 from past_opsd.rollout.engines import Request
 from past_opsd.run import boundary
 from past_opsd.run.boundary import Boundary
 
 FORMAT = 1
+MEMORY = 256 << 20  # bytes for next-token distributions at a time
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,16 @@ def finish(at: Boundary, starts: Sequence[Start]) -> list[Attempt]:
     loop = at.session.loop
     stops, limit = at.session.model.stops, loop.rollout.student.max_new_tokens
     rest: list[Response] = [Response((), "", (), bool(s.written) and s.written[-1] in stops) for s in starts]
-    by_room: dict[int, list[int]] = defaultdict(list)
-    for i, start in enumerate(starts):
-        room = limit - len(start.written)
-        if room > 0 and not rest[i].finished:
-            by_room[room].append(i)
-    for room, members in by_room.items():
-        sampling = loop.rollout.student.model_copy(update={"max_new_tokens": room})
+    rooms = {i: limit - len(s.written) for i, s in enumerate(starts) if not rest[i].finished}
+    members = [i for i, room in rooms.items() if room > 0]
+    if members:
+        # One batch for all: a seed decides the tokens one by one, so what goes beyond a response's room is cut off.
+        sampling = loop.rollout.student.model_copy(update={"max_new_tokens": max(rooms[i] for i in members)})
         views = [View("student", starts[i].prefix.prompt + starts[i].written) for i in members]
         requests = [Request(v, starts[i].seed) for v, i in zip(views, members, strict=True)]
         for i, r in zip(members, loop.lab.engine.sample(requests, sampling, loop.learner.versions), strict=True):
-            rest[i] = r
+            whole = r.finished and len(r.tokens) <= rooms[i]
+            rest[i] = Response(r.tokens[: rooms[i]], "", r.logprobs[: rooms[i]], whole)
     return _verified(at, starts, rest)
 
 
@@ -117,21 +117,38 @@ def look(at: Boundary, found: Sequence[Prefix], completions: int, rollouts: int)
         for h, tag in zip(found, tags, strict=True)
         for m in range(completions)
     ]
+    life.doing("finishing responses")
     attempts = finish(at, starts)
+    life.doing("reading the teacher and the student where they stand")
     seen: list[Seen] = []
-    for i, (h, tag) in enumerate(zip(found, tags, strict=True)):
+    for i, q, p in _distributions(at, found, attempts, completions):
+        h, tag = found[i], tags[i]
         own = attempts[i * completions : (i + 1) * completions]
-        views = [at.session.loop.method.teacher_view(a) for a in own]
-        if max(len(v.prompt) for v in views) + len(h.tokens) > at.session.loop.max_context:
-            continue
-        q = boundary.next_token(at, [View(v.adapter, v.prompt + h.tokens) for v in views])
-        p = boundary.next_token(at, [View("student", h.prompt + h.tokens)])[0]
         actions = [np.random.default_rng(derive_seed(*tag, "action", j)) for j in range(rollouts)]
         couplings = [couple(q[j % completions], p, rng) for j, rng in enumerate(actions)]
         seeds = [derive_seed(*tag, "rollout", j) for j in range(rollouts)]
         correct = np.array([a.verdict.correct for a in own])
         seen.append(Seen(h, split(q, p, correct), (~correct).tolist(), couplings, seeds))
     return seen
+
+
+def _distributions(
+    at: Boundary, found: Sequence[Prefix], attempts: Sequence[Attempt], completions: int
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Of each prefix whose teacher prompts fit: its number, the teachers' next-token distributions, the student's."""
+    loop = at.session.loop
+    views = [loop.method.teacher_view(a) for a in attempts]
+    own = [views[i * completions : (i + 1) * completions] for i in range(len(found))]
+    fits = [
+        max(len(v.prompt) for v in vs) + len(h.tokens) <= loop.max_context for h, vs in zip(found, own, strict=True)
+    ]
+    kept = [i for i, fit in enumerate(fits) if fit]
+    size = max(1, MEMORY // (8 * len(at.session.model.head) * (completions + 1)))
+    for group in (kept[k : k + size] for k in range(0, len(kept), size)):
+        q = boundary.next_token(at, [View(v.adapter, v.prompt + found[i].tokens) for i in group for v in own[i]])
+        p = boundary.next_token(at, [View("student", found[i].prompt + found[i].tokens) for i in group])
+        for n, i in enumerate(group):
+            yield i, q[n * completions : (n + 1) * completions], p[n]
 
 
 def roll_out(at: Boundary, seen: Sequence[Seen]) -> list[Estimate]:
@@ -142,6 +159,7 @@ def roll_out(at: Boundary, seen: Sequence[Seen]) -> list[Estimate]:
         for coupling, seed in zip(s.couplings, s.seeds, strict=True)
         for action in coupling.actions
     ]
+    life.doing("trying actions")
     outcomes = iter([float(a.verdict.correct) for a in finish(at, starts)])
     found: list[Estimate] = []
     for s in seen:

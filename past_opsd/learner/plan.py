@@ -101,11 +101,6 @@ class Bundle:
         """What the rows of the frozen forwards hold."""
         return [packing.Tree(row, self.worth) for rows in self.frozen.values() for row in rows]
 
-    @property
-    def pays(self) -> bool:
-        """Whether the row saves more than its segments cost."""
-        return self.tree.saved >= self.worth * len(self.tree.segments)
-
     @cached_property
     def height(self) -> int:
         """Rows of the largest forward."""
@@ -135,7 +130,7 @@ def _divide(paths: Sequence[Path], token_budget: int, worth: int) -> list[Bundle
         size = -(-len(paths) // count)
         rows = [Bundle(paths[i : i + size], worth) for i in range(0, len(paths), size)]
         several = [row for row in rows if len(row.paths) > 1]
-        if not all(row.pays for row in several):
+        if not all(row.tree.pays for row in several):
             break
         if all(row.width <= token_budget for row in several):
             return rows

@@ -83,6 +83,11 @@ class Tree:
         """By how many positions the row is shorter than its paths alone."""
         return sum(map(len, self._sequences)) - len(self)
 
+    @property
+    def pays(self) -> bool:
+        """Whether the row saves more than its segments cost."""
+        return self.saved >= self._worth * len(self.segments)
+
     def columns(self, path: Read) -> list[int]:
         """Where in the row the predictions of a path's tokens stand."""
         chain, segment = list[int](), self._ends[sequence(path)]
@@ -187,6 +192,25 @@ def batches(widths: Sequence[int], budget: int, heights: Sequence[int] | None = 
             batch, rows = [], 0
         batch.append(i)
         rows += height
+    if batch:
+        yield batch
+
+
+def alike(columns: Sequence[Sequence[Read]], budget: int) -> Iterator[list[int]]:
+    """Indices of paths, those that begin alike beside each other, cut so that a shared row stays within the budget.
+
+    A column holds the paths as one view reads them; the budget holds for each. A path that exceeds it goes alone.
+    """
+    reads = [[sequence(path) for path in column] for column in columns]
+    batch: list[int] = []
+    sizes = [0] * len(columns)
+    for i in sorted(range(len(reads[0])), key=lambda i: reads[0][i]):
+        added = [len(own[i]) - (common_prefix([own[batch[-1]], own[i]]) if batch else 0) for own in reads]
+        if batch and any(size + more > budget for size, more in zip(sizes, added, strict=True)):
+            yield batch
+            batch, sizes, added = [], [0] * len(columns), [len(own[i]) for own in reads]
+        batch.append(i)
+        sizes = [size + more for size, more in zip(sizes, added, strict=True)]
     if batch:
         yield batch
 

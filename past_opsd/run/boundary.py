@@ -6,7 +6,7 @@ is measured along token ids goes from hidden states through the head chunk by ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from past_opsd.core import config
+from past_opsd.core import config, life
 from past_opsd.core.nouns import Adapter, Attempt, PastError, Problem, Response, Tokens, Verdict, View, derive_seed
 from past_opsd.policy import packing
 from past_opsd.policy.model import Model
@@ -219,17 +219,31 @@ def along(
     A path is token ids with the views that read them, of the same adapters in the same order in every path.
     `measure` gets one [rows, V] a view and gives [K, rows].
     """
-    learner, model = at.session.recipe.learner, at.session.model
-    widths = [max(len(v.prompt) for v in views) + len(tokens) for views, tokens in paths]
+    model, budget = at.session.model, at.session.recipe.learner.loss_memory_mib << 20
     out: list[Any] = [None] * len(paths)
-    for batch in packing.batches(widths, learner.token_budget):
+    columns = [[(view, tokens) for view in views] for views, tokens in paths]
+    for batch, states in _read(at, list(zip(*columns, strict=True))):
         lengths = [len(paths[i][1]) for i in batch]
-        count = len(paths[batch[0]][0])
-        states = [model.hidden([(paths[i][0][k], paths[i][1]) for i in batch]) for k in range(count)]
-        values = _by_chunks(model, states, measure, learner.loss_memory_mib << 20)
+        values = _by_chunks(model, states, measure, budget)
         for i, part in zip(batch, torch.split(values, lengths, dim=1), strict=True):
             out[i] = part.double().mean(1).cpu().numpy()
     return np.array(out)
+
+
+def _read(at: Boundary, columns: Sequence[Sequence[packing.Read]]) -> Iterator[tuple[list[int], list[Tensor]]]:
+    """The hidden states of paths as each view reads them (a column), batch by batch; which paths, and a tensor a view.
+
+    Where that pays, the paths of a batch share a row: mostly they are the same examples and problems over and over.
+    """
+    model, budget = at.session.model, at.session.recipe.learner.token_budget
+    shared = model.shares_prompts and all(packing.Tree(column, model.worth).pays for column in columns)
+    widths = [max(len(packing.sequence(path)) for path in row) for row in zip(*columns, strict=True)]
+    done = 0
+    for batch in packing.alike(columns, budget) if shared else packing.batches(widths, budget):
+        sizes = [len(batch)] if shared else []
+        yield batch, [model.hidden([column[i] for i in batch], sizes) for column in columns]
+        done += len(batch)
+        life.count(done, len(widths), "are read")
 
 
 def _by_chunks(
@@ -246,9 +260,8 @@ def next_token(at: Boundary, views: Sequence[View]) -> np.ndarray:
     model = at.session.model
     distinct = list(dict.fromkeys(views))
     out = np.empty((len(distinct), len(model.head)))
-    for batch in packing.batches([len(v.prompt) for v in distinct], at.session.recipe.learner.token_budget):
-        # The one token only marks the position that predicts it; it is not read.
-        states = model.hidden([(distinct[i], (0,)) for i in batch])
+    # The one token only marks the position that predicts it; it is not read.
+    for batch, (states,) in _read(at, [[(view, (0,)) for view in distinct]]):
         out[batch] = torch.softmax(model.logits(states).double(), dim=-1).cpu().numpy()
     index = {view: row for row, view in enumerate(distinct)}
     return out[[index[view] for view in views]]

@@ -86,8 +86,16 @@ def logits_of(at: boundary.Boundary, view: View, tokens: tuple[int, ...]) -> np.
     return torch.softmax(logits.double(), -1).numpy()
 
 
-def test_every_number_of_a_response_is_what_the_network_says(finished: Path):
+@pytest.mark.parametrize("shared", [False, True])
+def test_every_number_of_a_response_is_what_the_network_says(finished: Path, shared: bool, monkeypatch):
     with boundary.opened(finished, 2) as at:
+        if shared:  # as with a model whose positions cost more than an attention of its own
+            at.session.model.__dict__["worth"] = 1
+        together: list[bool] = []
+        hidden = at.session.model.hidden
+        monkeypatch.setattr(
+            at.session.model, "hidden", lambda reads, sizes=(): together.append(bool(sizes)) or hidden(reads, sizes)
+        )
         # Chunks of one row: the means must not notice.
         small = at.session.recipe.learner.model_copy(update={"loss_memory_mib": 0, "token_budget": 150})
         at.session.recipe = at.session.recipe.model_copy(update={"learner": small})
@@ -114,6 +122,7 @@ def test_every_number_of_a_response_is_what_the_network_says(finished: Path):
             assert got["success"][i] == c.verdict.correct
             assert math.isnan(got["kl_successful"][i]) != c.verdict.correct
     assert max(got["kl"]) > 1e-4
+    assert any(together) == shared
 
 
 def test_both_adapters_are_those_of_the_checkpoint(finished: Path, tmp_path: Path):

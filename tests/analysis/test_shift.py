@@ -144,6 +144,26 @@ def population(prefixes: list[Finite]) -> dict[str, float]:
     return truth | {"eta": eta, "gamma_failed": failed / eta, "delta_correct": delta / (1 - eta)}
 
 
+def test_responses_are_finished_in_one_batch_as_if_each_had_its_own(finished: Path, monkeypatch):
+    with boundary.opened(finished, 1) as at:
+        drawn = boundary.responses(at, at.session.loop.problems[:6], 1, "test")
+        found = shift.prefixes(drawn, 3)
+        starts = [Start(h, h.tokens, h.logprobs, 7 * i) for i, h in enumerate(found)]
+        limit = at.session.loop.rollout.student.max_new_tokens
+        starts.append(Start(found[0], drawn[0].response.tokens[:1] * (limit - 1), (0.0,) * (limit - 1), 99))
+        asked: list[int] = []
+        sample = at.session.loop.lab.engine.sample
+        monkeypatch.setattr(at.session.loop.lab.engine, "sample", lambda *a: asked.append(len(a[0])) or sample(*a))
+        together = shift.finish(at, starts)
+        assert asked == [len(starts)]
+        alone = [shift.finish(at, [start])[0] for start in starts]
+    assert [(a.response.tokens, a.response.finished) for a in together] == [
+        (a.response.tokens, a.response.finished) for a in alone
+    ]
+    assert all(len(a.response.tokens) <= limit for a in together)
+    assert not together[-1].response.finished
+
+
 def test_estimates_find_the_truth_of_a_finite_world():
     rng = np.random.default_rng(7)
     prefixes = [Finite.make(rng) for _ in range(12)]

@@ -148,6 +148,19 @@ def test_a_shared_row_is_exact_or_not_used(tmp_path: Path, name: str, attention:
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
+@given(st.data())
+def test_rows_of_what_begins_alike_respect_the_budget(data: st.DataObject):
+    small = st.lists(st.integers(1, 3), min_size=1, max_size=6).map(tuple)
+    count, budget = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 30))
+    tokens = [data.draw(small) for _ in range(count)]
+    columns = [[(View("base", data.draw(small)), y) for y in tokens] for _ in range(2)]
+    made = list(packing.alike(columns, budget))
+    assert sorted(i for batch in made for i in batch) == list(range(count))
+    for batch in made:
+        rows = [packing.Tree([column[i] for i in batch]) for column in columns]
+        assert len(batch) == 1 or all(len(row) <= budget for row in rows)
+
+
 @pytest.mark.parametrize("heights", [None, [1, 2, 1, 3, 1, 1]])
 def test_batches_respect_the_budget_in_order_of_width(heights: list[int] | None):
     widths = [7, 3, 40, 2, 3, 9]
