@@ -45,6 +45,7 @@ class TorchEngine:
         _rows.require_attention(model)
         self._options = options
         self._model = model
+        self.wide = model.device.type != "cpu"
         self._published: dict[Adapter, int] = {"base": 0}
         self._eos = torch.tensor(sorted(model.stops), dtype=torch.long, device=model.device)
         self.tell: Callable[[int, int], None] = lambda done, total: None

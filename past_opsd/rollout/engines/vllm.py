@@ -72,6 +72,7 @@ class VllmEngine:
         self._options = options
         self._model = model
         self._bound = options.mismatch_bound or (1e-3 if model.head.dtype == torch.float32 else 0.05)
+        self.wide = model.device.type != "cpu"
         self._number = 0
         self._differences: list[np.ndarray] = []
         self._world = model.world
