@@ -408,7 +408,13 @@ def _evaluate(session: Session, run: RunFolder, step: int, display: Display | No
     session.ledger.evaluated = sorted({*session.ledger.evaluated, step})
     if session.world.first:
         session.ledger.write(run, evaluation)
+    told = session.loop.lab.engine.metrics()
     if display is not None:
+        if told.get("engine/evictions"):
+            display.note(
+                f"evaluation after {step} updates: memory was short, so responses were set aside "
+                f"{told['engine/evictions']:,} times and {told['engine/recomputed_tokens']:,} tokens read again"
+            )
         display.evaluated(step, evaluation.summary(session.recipe.evaluation.pass_k))
 
 

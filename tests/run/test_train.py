@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -15,6 +16,7 @@ from ranks import Launcher
 
 from past_opsd.core import config
 from past_opsd.core.nouns import PastError
+from past_opsd.policy import memory
 from past_opsd.run import checkpoint
 from past_opsd.run.folder import RunFolder
 from past_opsd.run.resume import continued, differences
@@ -133,6 +135,16 @@ def test_drawing_ahead_is_the_same_run_in_fewer_rounds(tmp_path: Path, small_rec
     assert ahead["cost/teacher_tokens"] - plain["cost/teacher_tokens"] == ahead.pop("cost/teacher_ahead_tokens")
     assert {k: v for k, v in ahead.items() if "cost/" not in k} == {k: v for k, v in plain.items() if "cost/" not in k}
     assert "cost/teacher_ahead_samples" not in plain
+
+
+def test_an_evaluation_that_was_short_of_memory_says_so(
+    tmp_path: Path, small_recipe, quiet: Quiet, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(memory, "GROWTH", 4)
+    tight = ["run.cycles=1", "evaluation.at=[1.0]", "engine.memory_gib=0.0038", "method.branches='correct'"]
+    train(small_recipe("embedded/past", *tight), tmp_path / "run", False, quiet)
+    (told,) = [note for note in quiet.notes if "memory was short" in note]
+    assert re.search(r"evaluation after 1 updates: .* set aside \d+ times and \d[\d,]* tokens read again", told)
 
 
 @pytest.fixture
