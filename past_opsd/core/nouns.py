@@ -101,16 +101,18 @@ class Group:
     """A failed student attempt with the teacher's continuations.
 
     `continuations` is the realised group, the only one a loss may read. `discarded` is the all-failure group of size
-    G_max that the retry replaced: kept for the records and the cost.
+    G_max that the retry replaced: kept for the records and the cost. `unused` was drawn ahead and turned out not to be
+    needed: a cost, and nothing else.
     """
 
     attempt: Attempt
     continuations: tuple[Attempt, ...]
     discarded: tuple[Attempt, ...] = ()
+    unused: tuple[Attempt, ...] = ()
 
     @property
     def drawn(self) -> tuple[Attempt, ...]:
-        """Everything that was drawn, in order: the replaced group, then the realised one."""
+        """All draws that the sampling rule made, in order: the replaced group, then the realised one."""
         return self.discarded + self.continuations
 
     @property

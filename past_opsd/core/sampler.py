@@ -8,7 +8,7 @@ trajectories together in batched rounds; `fixed` is the fixed-size sampler that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,19 +21,33 @@ Draw indices of a trajectory run 0, 1, 2, ... through the retry, so seeds derive
 """
 
 
-def adaptive(failed: Sequence[Attempt], base: int, maximum: int, draw: Round) -> list[Group]:
+def adaptive(failed: Sequence[Attempt], base: int, maximum: int, draw: Round, ahead: int = 0) -> list[Group]:
     """A group for each failed trajectory: G_base = `base`, G_max = `maximum`.
 
     Every round asks for all trajectories that need it at once: `base` each; then one more for each that
     has no success yet, up to `maximum`; then one complete group of `maximum` for those still without.
     At most `maximum - base + 2` rounds and `2 * maximum` continuations a trajectory.
+
+    With `ahead` each round asks for so many more of a trajectory, up to `maximum` in its group. A draw is decided
+    by its index, so the groups are those of `ahead = 0` in fewer rounds; what the rule turns out not to need is
+    in `Group.unused`.
     """
     _check_group(base, maximum)
-    groups: list[list[Attempt]] = [[] for _ in failed]
-    _extend(groups, range(len(failed)), base, draw)
-    for _ in range(maximum - base):
-        _extend(groups, _all_failed(groups), 1, draw)
-    return _retry(failed, groups, maximum, draw)
+    if ahead < 0:
+        raise PastError(f"continuations are drawn ahead or not, got {ahead}")
+    drawn: list[list[Attempt]] = [[] for _ in failed]
+    while True:
+        requests = [
+            (i, index)
+            for i, seen in enumerate(drawn)
+            for need in [_needed(seen, base, maximum)]
+            if need > len(seen)
+            # A group is filled up to G_max; the retry is complete as it is.
+            for index in range(len(seen), max(need, min(need + ahead, maximum)))
+        ]
+        if not requests:
+            return [_realised(a, seen, base, maximum) for a, seen in zip(failed, drawn, strict=True)]
+        _extend(drawn, requests, draw)
 
 
 def fixed(failed: Sequence[Attempt], size: int, draw: Round, retry: bool = True) -> list[Group]:
@@ -43,43 +57,40 @@ def fixed(failed: Sequence[Attempt], size: int, draw: Round, retry: bool = True)
     the size of the first stage alone, which is what the paper's fixed-8 row compares. Without it such a
     group is skipped at once.
     """
-    _check_group(size, size)
-    groups: list[list[Attempt]] = [[] for _ in failed]
-    _extend(groups, range(len(failed)), size, draw)
     if retry:
-        return _retry(failed, groups, size, draw)
-    return [Group(attempt, tuple(group)) for attempt, group in zip(failed, groups, strict=True)]
+        return adaptive(failed, size, size, draw)
+    _check_group(size, size)
+    drawn: list[list[Attempt]] = [[] for _ in failed]
+    _extend(drawn, [(i, index) for i in range(len(failed)) for index in range(size)], draw)
+    return [Group(attempt, tuple(group)) for attempt, group in zip(failed, drawn, strict=True)]
 
 
-def _retry(failed: Sequence[Attempt], groups: list[list[Attempt]], size: int, draw: Round) -> list[Group]:
-    """The groups, those without a success replaced by another draw of `size`."""
-    drawn = [list(group) for group in groups]
-    _extend(drawn, _all_failed(groups), size, draw)
-    # Only groups without a success grew; what they grew by is the realised group.
-    return [
-        Group(attempt, tuple(after[len(before) :]), tuple(before))
-        if len(after) > len(before)
-        else Group(attempt, tuple(before))
-        for attempt, before, after in zip(failed, groups, drawn, strict=True)
-    ]
+def _needed(seen: Sequence[Attempt], base: int, maximum: int) -> int:
+    """How many draws of a trajectory the sequential rule makes, as far as the outcomes seen so far decide it."""
+    first = next((i for i, c in enumerate(seen[:maximum]) if c.verdict.correct), None)
+    if first is not None:
+        return max(base, first + 1)
+    return max(base, len(seen) + 1) if len(seen) < maximum else 2 * maximum
 
 
-def _all_failed(groups: list[list[Attempt]]) -> list[int]:
-    return [i for i, group in enumerate(groups) if not any(c.verdict.correct for c in group)]
+def _realised(attempt: Attempt, drawn: Sequence[Attempt], base: int, maximum: int) -> Group:
+    """What the rule made of a trajectory's draws; beyond `maximum` it needs the retry, which replaces them."""
+    needed = _needed(drawn, base, maximum)
+    begin = maximum if needed > maximum else 0
+    return Group(attempt, tuple(drawn[begin:needed]), tuple(drawn[:begin]), tuple(drawn[needed:]))
 
 
-def _extend(groups: list[list[Attempt]], indices: Iterable[int], size: int, draw: Round) -> None:
-    requests = [(i, len(groups[i]) + j) for i in indices for j in range(size)]
+def _extend(drawn: list[list[Attempt]], requests: Sequence[tuple[int, int]], draw: Round) -> None:
     if not requests:
         return
-    drawn = draw(requests)
-    if len(drawn) != len(requests):
+    found = draw(requests)
+    if len(found) != len(requests):
         raise PastError(
-            f"the sampler asked for {len(requests)} continuations and got {len(drawn)}: "
+            f"the sampler asked for {len(requests)} continuations and got {len(found)}: "
             "a draw function must answer every request, in order"
         )
-    for (i, _), continuation in zip(requests, drawn, strict=True):
-        groups[i].append(continuation)
+    for (i, _), continuation in zip(requests, found, strict=True):
+        drawn[i].append(continuation)
 
 
 def _check_group(base: int, maximum: int) -> None:
@@ -216,6 +227,29 @@ def all_success_probability(s: float, b: int, G: int) -> float:
 def mixed_probability(s: float, b: int, G: int) -> float:
     """P(the realised group holds both outcomes): the trajectories that carry a policy gradient."""
     return 1.0 - all_success_probability(s, b, G) - skip_probability(s, G)
+
+
+def best_ahead(failed: int, s: float, b: int, G: int, work: float) -> int:
+    """How many continuations to draw ahead so that the first stage of `failed` trajectories takes the least time.
+
+    The unit is a round in which few are drawn, bound by its latency; each draw adds `work` of it. With a drawn
+    ahead the rounds begin at n = 0, b + a, b + 2a + 1, ... < G draws of a trajectory, which has no success yet with
+    probability (1 - s)^n, while some one has none with 1 - (1 - (1 - s)^n)^failed. The time is the sum of the latter
+    over the rounds, and work * failed times the sum of (draws of the round) * (the former). With two failures,
+    s = 0.4, b = 1, G = 8 and work 1/64 it is 3.43 rounds for a = 0 and 1.25 for a = 7. The smallest a of the least
+    time is given.
+    """
+    _check_rate(s, b, G)
+
+    def time(a: int) -> float:
+        total, n = 0.0, 0
+        while n < G:
+            size, open_ = min((b if n == 0 else 1) + a, G - n), (1.0 - s) ** n
+            total += 1.0 - (1.0 - open_) ** failed + work * failed * size * open_
+            n += size
+        return total
+
+    return min(range(G - b + 1), key=time)
 
 
 def _check_rate(s: float, b: int, G: int) -> None:

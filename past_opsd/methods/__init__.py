@@ -95,6 +95,9 @@ class Method:
     explores = False
     """Whether the teacher draws continuations of failed responses."""
 
+    wide = False
+    """Whether the engine decodes many sequences in about the time of one; the loop says so before the first cycle."""
+
     tells_outcome = False
     """Whether the teacher reads another message by outcome, by the method's definition."""
 

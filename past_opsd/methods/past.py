@@ -18,14 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from past_opsd.core.config import DistillingOptions, RolloutSection
 from past_opsd.core.losses import GeneralizedJSD, Imitate, Loss, Match, Reinforce, SampledMatch, SampledStay, Stay, TopK
 from past_opsd.core.nouns import Attempt, Batch, Group, Term, View, group_advantages, mean, scale
 from past_opsd.core.prompts import Prompts
-from past_opsd.core.sampler import Controller, ControllerOptions, Round, adaptive, fixed
+from past_opsd.core.sampler import Controller, ControllerOptions, Round, adaptive, best_ahead, fixed
 from past_opsd.methods import Method, distill
+
+DRAW = 1 / 64
+"""What one more sequence adds to a round of decoding on a GPU, in rounds: an estimate, not measured."""
 
 
 class Options(DistillingOptions):
@@ -66,6 +69,11 @@ class Options(DistillingOptions):
         default=0.4, ge=0, le=1, description="G_base falls while the average stays at or above"
     )
     patience: int = Field(default=5, ge=1, description="cycles at or above the threshold before each step down")
+    ahead: Literal["auto"] | NonNegativeInt = Field(
+        default="auto",
+        description="continuations drawn ahead of need, in fewer rounds: the same groups, what is not needed counts as "
+        "cost; 'auto' is 0 on a CPU, on a GPU what takes the least time",
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> Options:
@@ -137,7 +145,15 @@ class Past(Method):
             return []
         if self._o.sampler == "fixed":
             return fixed(failed, self._o.group_max, draw)
-        return adaptive(failed, self._controller.base, self._o.group_max, draw)
+        return adaptive(failed, self._controller.base, self._o.group_max, draw, self._ahead(len(failed)))
+
+    def _ahead(self, failed: int) -> int:
+        """Follows from the recipe, the engine and the controller, never from a clock: a resume draws the same."""
+        if self._o.ahead != "auto":
+            return self._o.ahead
+        if not self.wide:
+            return 0
+        return best_ahead(failed, self._controller.ema or 0.0, self._controller.base, self._o.group_max, DRAW)
 
     def teacher_terms(self, batch: Batch, groups: Sequence[Group]) -> list[Term]:
         """[eq:teacher-active-branch-loss]: examples within a branch first, then the active branches."""

@@ -87,6 +87,7 @@ class Loop:
     """Through which samples come; before the first cycle `phase1.py` keeps them there."""
 
     def __post_init__(self) -> None:
+        self.method.wide = bool(getattr(self.lab.engine, "wide", False))
         if self.rollout.dynamic_rounds and type(self.method).teaches is Method.teaches:
             raise PastError(
                 f"rollout.dynamic_rounds = {self.rollout.dynamic_rounds}: every problem teaches this method, so none "

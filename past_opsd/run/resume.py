@@ -17,12 +17,12 @@ from past_opsd.run.folder import RunFolder
 
 FREE = frozenset(
     {"name", "description", "run.checkpoint_every", "run.keep_checkpoints", "evaluation.at", "evaluation.pass_k"}
-    | {"verifier.workers"}
+    | {"verifier.workers", "method.ahead"}
 )
 """Keys of a recipe that may change when a run goes on: they decide what is kept and shown, not what is learned."""
 ROUNDING = frozenset(
     {"run.threads", "learner.token_budget", "learner.loss_memory_mib", "learner.shared_prompts", "engine.batch"}
-    | {"model.gradient_checkpointing"}
+    | {"model.gradient_checkpointing", "engine.memory_gib"}
 )
 """Keys that may change too, at the price of the last bits: the same sums in another order."""
 

@@ -408,7 +408,13 @@ def _evaluate(session: Session, run: RunFolder, step: int, display: Display | No
     session.ledger.evaluated = sorted({*session.ledger.evaluated, step})
     if session.world.first:
         session.ledger.write(run, evaluation)
+    told = session.loop.lab.engine.metrics()
     if display is not None:
+        if told.get("engine/evictions"):
+            display.note(
+                f"evaluation after {step} updates: memory was short, so responses were set aside "
+                f"{told['engine/evictions']:,} times and {told['engine/recomputed_tokens']:,} tokens read again"
+            )
         display.evaluated(step, evaluation.summary(session.recipe.evaluation.pass_k))
 
 
@@ -434,9 +440,14 @@ def _save(session: Session, run: RunFolder, step: int) -> None:
 
 
 def costs(cycle: Cycle) -> dict[str, int]:
-    """Samples, tokens and verifier calls of one cycle, by role; what was sampled counts, trained on or not."""
+    """Samples, tokens and verifier calls of one cycle, by role; what was sampled counts, trained on or not.
+
+    Where continuations were drawn ahead, those that no group needed are told apart too.
+    """
     student = [a.response for a in cycle.sampled]
-    teacher = [c.response for group in cycle.groups for c in group.drawn]
+    unused = [c.response for group in cycle.groups for c in group.unused]
+    teacher = [c.response for group in cycle.groups for c in group.drawn] + unused
+    ahead = {"cost/teacher_ahead_samples": len(unused), "cost/teacher_ahead_tokens": sum(len(r.tokens) for r in unused)}
     return {
         "cost/student_samples": len(student),
         "cost/student_tokens": sum(len(r.tokens) for r in student),
@@ -445,6 +456,7 @@ def costs(cycle: Cycle) -> dict[str, int]:
         "cost/teacher_tokens": sum(len(r.tokens) for r in teacher),
         "cost/teacher_truncated": sum(not r.finished for r in teacher),
         "cost/verifier_calls": len(student) + len(teacher),
+        **(ahead if unused else {}),
     }
 
 

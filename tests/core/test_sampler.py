@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from past_opsd.core.sampler import (
     ControllerOptions,
     adaptive,
     all_success_probability,
+    best_ahead,
     expected_first_stage,
     expected_samples,
     fixed,
@@ -112,6 +114,67 @@ def test_a_trajectory_is_drawn_alike_alone_and_in_a_batch(b, G):
         alone = adaptive(failures(1), b, G, World([outcomes]).draw)[0]
         assert indices(alone.continuations) == indices(group.continuations)
         assert indices(alone.discarded) == indices(group.discarded)
+
+
+@st.composite
+def verdicts(draw: st.DrawFn) -> tuple[list[list[bool]], int, int]:
+    """Outcomes of some trajectories' draws, a base draw and a largest group."""
+    G = draw(st.integers(1, 6))
+    return (
+        draw(st.lists(st.lists(st.booleans(), min_size=2 * G, max_size=2 * G), max_size=6)),
+        draw(st.integers(1, G)),
+        G,
+    )
+
+
+@property_test
+@given(verdicts())
+def test_drawing_ahead_changes_no_group_and_no_controller(case):
+    sequences, b, G = case
+    controller = Controller(ControllerOptions(maximum=G, warmup=0, threshold=0.3, patience=1), b)
+    failed, step_by_step = failures(len(sequences)), World(sequences)
+    expected = adaptive(failed, b, G, step_by_step.draw)
+    for ahead in (0, 1, G):
+        world = World(sequences)
+        groups = adaptive(failed, b, G, world.draw, ahead)
+        assert [replace(g, unused=()) for g in groups] == expected
+        after = controller.update(sum(len(g.successes) for g in groups), sum(len(g.drawn) for g in groups))
+        assert after == controller.update(sum(len(g.successes) for g in expected), sum(len(g.drawn) for g in expected))
+        for i, group in enumerate(groups):
+            assert world.asked(i) == list(range(len(group.drawn) + len(group.unused)))
+            assert indices(group.unused) == world.asked(i)[len(group.drawn) :]
+            assert len(group.unused) <= min(ahead, G - 1)
+        assert len(world.rounds) <= len(step_by_step.rounds) if ahead < G else len(world.rounds) <= 2
+
+
+def test_what_is_drawn_ahead_fills_the_group_and_never_the_retry():
+    world = World([(0, 1, 0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 1, 0, 0)])
+    groups = adaptive(failures(2), 1, 4, world.draw, ahead=1)
+    both = [[(0, 0), (0, 1), (1, 0), (1, 1)], [(1, 2), (1, 3)], [(1, 4), (1, 5), (1, 6), (1, 7)]]
+    assert world.rounds == both
+    assert [indices(g.unused) for g in groups] == [[], []]
+    assert [indices(g.unused) for g in adaptive(failures(2), 1, 4, World(world.outcomes).draw, ahead=9)] == [[2, 3], []]
+    with pytest.raises(PastError, match="drawn ahead or not"):
+        adaptive(failures(1), 1, 4, world.draw, ahead=-1)
+
+
+@pytest.mark.parametrize("failed", [1, 3])
+@pytest.mark.parametrize("s", [0.0, 0.3, 0.9])
+def test_how_many_are_drawn_ahead_is_what_takes_the_least_time(failed: int, s: float):
+    """The stated time is the mean of what the sampler does, over every sequence of outcomes."""
+    b, G, work = 1, 3, 0.1
+    times = []
+    for a in range(G - b + 1):
+        total = 0.0
+        for outcomes in itertools.product((0, 1), repeat=failed * G):
+            world = World([(*outcomes[i * G : (i + 1) * G], *[1] * G) for i in range(failed)])
+            adaptive(failures(failed), b, G, world.draw, a)
+            first = [[d for _, d in requests if d < G] for requests in world.rounds]
+            time = sum(bool(own) + work * len(own) for own in first)
+            total += time * math.prod(s if o else 1 - s for o in outcomes)
+        times.append(total)
+    chosen = best_ahead(failed, s, b, G, work)
+    assert times[chosen] == pytest.approx(min(times))
 
 
 def test_no_round_is_asked_for_nothing():

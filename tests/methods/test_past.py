@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import naive
 import pytest
@@ -156,6 +158,27 @@ def test_the_controller_survives_a_round_trip(past: Session):
     assert made.metrics()["sampling/g_base"] < 8
     again.restore(made.state())
     assert again.metrics() == made.metrics()
+
+
+@pytest.mark.parametrize(
+    ("wide", "ahead", "asked"), [(False, "auto", 1), (True, "auto", 8), (True, 0, 1), (False, 2, 3)]
+)
+def test_continuations_are_drawn_ahead_where_the_engine_is_wide_or_the_recipe_says_so(
+    past: Session, monkeypatch: pytest.MonkeyPatch, wide: bool, ahead: str | int, asked: int
+):
+    monkeypatch.setattr(past.loop.lab.engine, "wide", wide)
+    made = method(past, f"method.ahead={ahead}")
+    replace(past.loop, method=made)  # a loop tells its method
+    made.restore({"controller": {"base": 1, "ema": 0.4, "streak": 0, "updates": 20}})
+    rounds: list[int] = []
+
+    def draw(requests: Sequence[tuple[int, int]]) -> list[Attempt]:
+        rounds.append(len(requests))
+        return [attempt(past, True) for _ in requests]
+
+    (made_group,) = made.explore([attempt(past, False)], draw)
+    assert rounds == [asked]
+    assert (len(made_group.continuations), len(made_group.unused)) == (1, asked - 1)
 
 
 def test_a_damaged_controller_state_is_told(past: Session):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -15,6 +16,7 @@ from ranks import Launcher
 
 from past_opsd.core import config
 from past_opsd.core.nouns import PastError
+from past_opsd.policy import memory
 from past_opsd.run import checkpoint
 from past_opsd.run.folder import RunFolder
 from past_opsd.run.resume import continued, differences
@@ -103,6 +105,46 @@ def test_two_runs_are_the_same_and_another_seed_is_not(unbroken: Path, tmp_path:
     assert fingerprint(tmp_path / "again") == fingerprint(unbroken)
     train(small_recipe("embedded/past", *KILLED, "run.seed=29"), tmp_path / "other", False, Quiet())
     assert fingerprint(tmp_path / "other")["metrics"] != fingerprint(unbroken)["metrics"]
+
+
+def test_drawing_ahead_is_the_same_run_in_fewer_rounds(tmp_path: Path, small_recipe):
+    """Adapters, groups and the controller to the bit; what no group needed is a cost and nothing else."""
+    falling = ["method.warmup_cycles=0", "method.success_threshold=0.0", "method.patience=1", "evaluation.at=[]"]
+    falling += ["run.cycles=2", "method.group_max=4"]
+    for ahead in (0, 3):
+        train(small_recipe("embedded/past", *falling, f"method.ahead={ahead}"), tmp_path / str(ahead), False, Quiet())
+    runs = [RunFolder(tmp_path / name) for name in ("0", "3")]
+    adapters = [
+        {str(p.relative_to(run.checkpoint(2))): p.read_bytes() for p in run.checkpoint(2).rglob("*.safetensors")}
+        for run in runs
+    ]
+    assert adapters[0]
+    assert adapters[0] == adapters[1]
+    states = [checkpoint.read_state(run.checkpoint(2))["method"] for run in runs]
+    assert states[0] == states[1]
+    assert states[0]["controller"]["base"] == 2
+    columns = ["problem", "trajectory", "discarded", "tokens", "correct"]
+    for k in range(2):
+        files = [run.continuations.path(k) for run in runs]
+        assert pq.read_table(files[0], columns=columns) == pq.read_table(files[1], columns=columns)
+    plain, ahead = (run.read_metrics()[-1] for run in runs)
+    unused = ahead.pop("cost/teacher_ahead_samples")
+    assert unused > 0
+    assert ahead["cost/teacher_samples"] - plain["cost/teacher_samples"] == unused
+    assert ahead["cost/verifier_calls"] - plain["cost/verifier_calls"] == unused
+    assert ahead["cost/teacher_tokens"] - plain["cost/teacher_tokens"] == ahead.pop("cost/teacher_ahead_tokens")
+    assert {k: v for k, v in ahead.items() if "cost/" not in k} == {k: v for k, v in plain.items() if "cost/" not in k}
+    assert "cost/teacher_ahead_samples" not in plain
+
+
+def test_an_evaluation_that_was_short_of_memory_says_so(
+    tmp_path: Path, small_recipe, quiet: Quiet, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(memory, "GROWTH", 4)
+    tight = ["run.cycles=1", "evaluation.at=[1.0]", "engine.memory_gib=0.0038", "method.branches='correct'"]
+    train(small_recipe("embedded/past", *tight), tmp_path / "run", False, quiet)
+    (told,) = [note for note in quiet.notes if "memory was short" in note]
+    assert re.search(r"evaluation after 1 updates: .* set aside \d+ times and \d[\d,]* tokens read again", told)
 
 
 @pytest.fixture

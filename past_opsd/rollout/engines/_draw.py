@@ -40,10 +40,19 @@ def cut(probs: Tensor, sampling: Sampling) -> Tensor:
         probs = probs.where(probs >= floor, 0)
     if sampling.top_p < 1:
         probs = probs / probs.sum(-1, keepdim=True)
-        values, order = probs.sort(dim=-1, descending=True, stable=True)
+        values, order = _ranked(probs, int((probs > 0).sum(-1).max()) if sampling.top_k else probs.shape[-1])
         # An entry stays while the mass before it is still below top_p, so the largest always stays.
         outside = values.cumsum(-1) - values >= sampling.top_p
-        probs = probs.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), 0)
+        probs = probs.masked_fill(torch.zeros_like(probs, dtype=torch.bool).scatter(1, order, outside), 0)
     if sampling.min_p > 0:
         probs = probs.where(probs >= sampling.min_p * probs.max(-1, keepdim=True).values, 0)
     return probs
+
+
+def _ranked(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row and where they stand, equals by place: a stable sort without the rest."""
+    if count < probs.shape[-1]:
+        places = probs.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+        values, order = probs.gather(1, places).sort(dim=-1, descending=True, stable=True)
+        return values, places.gather(1, order)
+    return torch.sort(probs, dim=-1, descending=True, stable=True)

@@ -21,7 +21,16 @@ from past_opsd.core.lazy import Lazy
 from past_opsd.core.losses import at_tokens
 from past_opsd.core.nouns import Adapter, PastError, Response, Tokens, View, derive_seed
 from past_opsd.rollout.engines import Request, StaleAdapterError
-from past_opsd.rollout.engines.vllm_backend import Backend, Draw, Drawn, Options, Probe, Served
+from past_opsd.rollout.engines.vllm_backend import (
+    Backend,
+    Draw,
+    Drawn,
+    Options,
+    Probe,
+    Served,
+    share,
+    trainer_needs,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,6 +46,8 @@ __all__ = ["Options", "VllmEngine", "build"]
 PROBES, PROBE_TOKENS = 4, 16
 COMPARED_TOKENS = 1024
 """Longer responses are compared on their first tokens."""
+ELSEWHERE = 0.4
+"""The share of memory that vLLM is told on a device that is no GPU."""
 ROWS = 128
 """Logit rows held at a time."""
 
@@ -54,13 +65,25 @@ def build(options: Options, model: Model) -> VllmEngine:
         if options.mode == "server":
             from past_opsd.rollout.engines.vllm_server import ServerBackend
 
-            share = options.model_copy(update={"in_flight": max(1, options.in_flight // model.world.size)})
-            return ServerBackend(share, stop, base, bound, model.max_context)
+            own = options.model_copy(update={"in_flight": max(1, options.in_flight // model.world.size)})
+            return ServerBackend(own, stop, base, bound, model.max_context)
         from past_opsd.rollout.engines.vllm_local import LocalBackend
 
-        return LocalBackend(options, model.section, stop, base, bound, model.max_context)
+        part = options.gpu_memory_utilization or _share(model)
+        return LocalBackend(options, model.section, stop, base, bound, model.max_context, part)
 
     return VllmEngine(options, model, connect)
+
+
+def _share(model: Model) -> float:
+    """vLLM's part of the trainer's GPU; of anything else vLLM takes what its own settings say, and this is not read."""
+    if model.device.type != "cuda":
+        return ELSEWHERE
+    text, width = model.config.get_text_config(), model.head.element_size()
+    layers, hidden = text.num_hidden_layers, text.hidden_size
+    needs = trainer_needs(model.sizes["adapter"], model.max_context, layers, hidden, width)
+    free, total = torch.cuda.mem_get_info(model.device)
+    return share(total, free, needs, width * model.sizes["base"])
 
 
 class VllmEngine:
@@ -72,6 +95,7 @@ class VllmEngine:
         self._options = options
         self._model = model
         self._bound = options.mismatch_bound or (1e-3 if model.head.dtype == torch.float32 else 0.05)
+        self.wide = model.device.type != "cpu"
         self._number = 0
         self._differences: list[np.ndarray] = []
         self._world = model.world

@@ -24,21 +24,25 @@ from past_opsd.rollout.engines.vllm_backend import (
     parameters,
 )
 
-SHARE = 0.4
-"""Of the GPU's memory, which vLLM has to leave to the trainer."""
-
 
 class LocalBackend:
     """One vLLM engine of this process's own."""
 
     def __init__(
-        self, options: Options, section: ModelSection, stop: Sequence[int], base: Served, bound: float, context: int
+        self,
+        options: Options,
+        section: ModelSection,
+        stop: Sequence[int],
+        base: Served,
+        bound: float,
+        context: int,
+        share: float,
     ):
         self._stop = stop
         self._bound = bound
         self._requests: dict[int, Any] = {0: None}
         self._probed: list[float] = []
-        chosen = {"max_model_len": context, "gpu_memory_utilization": SHARE} | arguments(section, options)
+        chosen = {"max_model_len": context, "gpu_memory_utilization": share} | arguments(section, options)
         os.environ.update(environment(section))
         # vLLM's engine core would otherwise start a process, where the trainer cannot see its errors.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

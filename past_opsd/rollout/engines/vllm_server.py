@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import selectors
 import socket
 import threading
 import time
@@ -20,7 +21,7 @@ from urllib.parse import urlsplit
 
 from past_opsd.core.config import Sampling
 from past_opsd.core.nouns import PastError
-from past_opsd.rollout.engines.vllm_backend import GREEDY, SEED, TOP, Draw, Drawn, Options, Served, parameters
+from past_opsd.rollout.engines.vllm_backend import GREEDY, SEED, TOP, Draw, Drawn, Options, Served, parameters, silence
 
 SHORT = 10.0
 """Seconds for what a healthy server answers at once."""
@@ -101,6 +102,7 @@ class Server:
         self._recovering = threading.Lock()
         self._recoveries = 0
         self._retries = 0
+        self._answered = 0.0  # when the server last gave a response, on the monotonic clock
         self._probed: list[float] = []
 
     def connect(self, base: Served, context: int) -> None:
@@ -245,10 +247,15 @@ class Server:
             "vllm_xargs": {SEED: str(draw.seed)},
             **settings,
         }
-        answer = self._call("POST", "/v1/completions", payload, self._options.timeout_seconds)
+        limit = silence(self._options.timeout_seconds, settings["max_tokens"])
+        answer = self._call("POST", "/v1/completions", payload, limit, queued=True)
+        self._answered = time.monotonic()
         return _drawn(answer["choices"][0])
 
-    def _call(self, method: str, path: str, payload: Mapping[str, Any] | None, timeout: float) -> Any:
+    def _call(
+        self, method: str, path: str, payload: Mapping[str, Any] | None, timeout: float, queued: bool = False
+    ) -> Any:
+        """What the server answers. A `queued` request waits its turn: time counts from the last answer to any other."""
         headers = {"Content-Type": "application/json", "Connection": "close"}
         key = os.environ.get("VLLM_API_KEY")
         if key:
@@ -257,6 +264,8 @@ class Server:
         try:
             with self._connection(timeout) as connection:
                 connection.request(method, urlsplit(self.url).path + path, body, headers)
+                if queued:
+                    self._await(connection.sock, timeout)
                 response = connection.getresponse()
                 status, text = response.status, response.read().decode("utf-8", "replace")
         except (OSError, http.client.HTTPException) as error:
@@ -267,6 +276,18 @@ class Server:
         if status != 200:
             raise PastError(f"{self.url}{path} answered with status {status}: {text[:500]}")
         return json.loads(text) if text.startswith("{") else text
+
+    def _await(self, sock: socket.socket, timeout: float) -> None:
+        """Until an answer begins; a server that goes on answering others is at work."""
+        asked = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(sock, selectors.EVENT_READ)
+            while True:
+                left = max(asked, self._answered) + timeout - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"no answer to anybody for {timeout:g} s")
+                if selector.select(left):
+                    return
 
     @contextmanager
     def _connection(self, timeout: float) -> Generator[http.client.HTTPConnection]:

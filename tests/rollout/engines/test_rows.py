@@ -14,6 +14,7 @@ from rollout.engines.parts import move, publish
 
 from past_opsd.core.config import Sampling
 from past_opsd.core.nouns import PastError, View, derive_seed
+from past_opsd.policy import memory
 from past_opsd.policy.model import Model
 from past_opsd.rollout.engines import Request, _lean, _rows
 from past_opsd.rollout.engines.torch import Options, build
@@ -85,14 +86,86 @@ def test_a_beginning_that_all_prompts_share_is_read_once(name: str, tmp_path: Pa
 
 def test_the_buffers_move_and_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model, done = network(tmp_path, "llama"), []
-    monkeypatch.setattr(_rows, "GROWTH", 6)
-    for name in ("_resize", "_make_room"):
+    monkeypatch.setattr(memory, "GROWTH", 6)
+    for name in ("_reshape", "_move", "_make_room"):
         original = getattr(_rows.Rows, name)
         monkeypatch.setattr(_rows.Rows, name, lambda *a, f=original, n=name: (done.append(n), f(*a))[1])
     check(model, ragged(12), batch=3, sampling=Sampling(max_new_tokens=40, temperature=1.5))
     steps = list(pairwise(done))
-    assert ("_make_room", "_resize") in steps  # grew
-    assert ("_make_room", "_make_room") in steps  # moved
+    assert ("_make_room", "_reshape") in steps  # grew
+    assert ("_make_room", "_move") in steps
+
+
+LONG = Sampling(max_new_tokens=40, temperature=1.5)
+
+
+def gib(model: Model, requests: list[Request], limit: int, rows: float) -> float:
+    """Memory for so many sequences that all run to their limit."""
+    with model.sampling("student"), torch.inference_mode():
+        sizes = _rows.Sizes.of(model)
+    whole = max(len(request.view.prompt) for request in requests) + limit
+    once = sizes.needed(0, limit) - sizes.room(0, limit, 1).row
+    return (once + rows * (sizes.needed(whole, limit) - once)) / memory.GIB
+
+
+@pytest.mark.parametrize(("name", "common"), [("llama", 0), ("llama", 33), ("gpt2", 33), ("windowed", 0)])
+def test_sequences_set_aside_for_want_of_memory_draw_the_same_tokens(
+    name: str, common: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Read again in pieces, in whatever order they were asked for; the buffers stay within the room."""
+    monkeypatch.setattr(memory, "GROWTH", 3)
+    monkeypatch.setattr(_rows, "PIECE", 5)
+    monkeypatch.setattr(_rows, "DRAWING", 0)  # else it would outweigh so few tokens
+    model, requests = network(tmp_path, name), ragged(9, common)
+    limit = 20 if common else 40
+    sampling = Sampling(max_new_tokens=limit, temperature=1.5)
+    expected = publish(build(Options(), model), model).sample(requests, sampling, model.versions)
+    reshape, shares = _rows.Rows._reshape, []
+
+    def watched(self: Any, rows: int, columns: int, end: int) -> None:
+        reshape(self, rows, columns, end)
+        shares.append(rows * (columns * self._room.token + self._room.row) / self._room.size)
+
+    monkeypatch.setattr(_rows.Rows, "_reshape", watched)
+    engine = publish(build(Options(memory_gib=gib(model, requests, limit, 3.2)), model), model)
+    for way in (slice(None), slice(None, None, -1)):
+        found = engine.sample(requests[way], sampling, model.versions)[way]
+        assert [r.tokens for r in found] == [r.tokens for r in expected]
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+        told = engine.metrics()
+        assert told["engine/evictions"] > 0
+        assert told["engine/recomputed_tokens"] >= 4 * told["engine/evictions"]  # a prompt of three and a token
+        assert engine.metrics() == {}
+    assert 0.8 < max(shares) <= 1
+
+
+def test_a_response_that_does_not_fit_alone_is_refused(tmp_path: Path):
+    model, requests = network(tmp_path, "llama"), ragged(3)
+    enough = gib(model, requests, LONG.max_new_tokens, 1.0)
+    publish(build(Options(memory_gib=1.001 * enough), model), model).sample(requests, LONG, model.versions)
+    engine = publish(build(Options(memory_gib=0.999 * enough), model), model)
+    message = (
+        rf"one response of 40 tokens after a prompt of 5 takes {enough:.2g} GiB on cpu; engine.memory_gib = .* is less"
+    )
+    with pytest.raises(PastError, match=message):
+        engine.sample(requests, LONG, model.versions)
+
+
+def test_what_is_free_decides_where_the_recipe_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, requests = network(tmp_path, "llama"), ragged(9)
+    engine = publish(build(Options(), model), model)
+    engine.sample(requests, LONG, model.versions)
+    assert engine.metrics() == {}
+    monkeypatch.setattr(memory, "GROWTH", 3)
+    monkeypatch.setattr(_rows, "DRAWING", 0)
+    some = gib(model, requests, LONG.max_new_tokens, 3.0) * memory.GIB / memory.SHARE
+    monkeypatch.setattr(memory, "free", lambda device: int(some))
+    engine.sample(requests, LONG, model.versions)
+    assert engine.metrics()["engine/evictions"] > 0
+    monkeypatch.setattr(memory, "free", lambda device: 1000)
+    with pytest.raises(PastError, match=r"90% of what is free, is less. Lower max_new_tokens"):
+        engine.sample(requests, LONG, model.versions)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])

@@ -8,9 +8,10 @@ import torch
 
 from past_opsd.core.config import ModelSection, Sampling
 from past_opsd.core.nouns import View, derive_seed
+from past_opsd.policy import memory
 from past_opsd.policy.model import Model
 from past_opsd.rollout.engines import Request, StaleAdapterError
-from past_opsd.rollout.engines._draw import choose
+from past_opsd.rollout.engines._draw import choose, cut
 from past_opsd.rollout.engines.torch import Options, TorchEngine, build
 from past_opsd.tasks import embedded
 
@@ -62,6 +63,19 @@ def test_the_batch_does_not_change_a_sample(engine: TorchEngine, model: Model, r
     assert [r.tokens for r in together] == [r.tokens for r in alone] == [r.tokens for r in reversed_order]
     for a, b in zip(together, alone, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+
+
+def test_little_memory_does_not_change_a_sample(
+    engine: TorchEngine, model: Model, requests: list[Request], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(memory, "GROWTH", 4)
+    hot = Sampling(max_new_tokens=34, temperature=2.0)
+    tight = build(Options(memory_gib=0.0034), model)
+    for adapter in ("student", "teacher"):
+        tight.publish(adapter, model.versions[adapter])
+    found = tight.sample(requests, hot, model.versions)
+    assert [r.tokens for r in found] == [r.tokens for r in engine.sample(requests, hot, model.versions)]
+    assert tight.metrics()["engine/evictions"] > 0
 
 
 def test_samples_are_those_of_the_seed(engine: TorchEngine, model: Model, requests: list[Request]):
@@ -154,6 +168,23 @@ def test_the_distribution_is_the_stated_one(sampling: Sampling, expected: list[f
 def test_temperature_sharpens():
     weights = [p ** (1 / 0.5) for p in (0.05, 0.4, 0.0, 0.3, 0.25)]
     assert frequencies(Sampling(temperature=0.5)) == pytest.approx([w / sum(weights) for w in weights], abs=1e-4)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 7, 40])
+def test_what_top_k_leaves_is_ranked_as_a_sort_of_all_would(top_k: int):
+    """Equal probabilities too, at the edge of top-k and of top-p: the same entries stay, to the bit."""
+    generator = torch.Generator().manual_seed(top_k)
+    smooth = torch.randn(64, 40, generator=generator).double().softmax(-1)
+    tied = torch.randint(1, 4, (64, 40), generator=generator).double().softmax(-1)
+    for probs in (smooth, tied):
+        for top_p in (0.05, 0.5, 0.95):
+            floor = probs.topk(top_k, dim=-1).values[:, -1:]
+            left = probs.where(probs >= floor, 0)
+            left = left / left.sum(-1, keepdim=True)
+            values, order = left.sort(dim=-1, descending=True, stable=True)
+            outside = values.cumsum(-1) - values >= top_p
+            expected = left.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), 0)
+            assert torch.equal(cut(probs, Sampling(top_k=top_k, top_p=top_p)), expected)
 
 
 def test_extreme_uniforms_pick_possible_tokens():

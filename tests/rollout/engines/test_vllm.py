@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,19 @@ from past_opsd.policy.model import Model
 from past_opsd.policy.pretrained import cache
 from past_opsd.rollout.engines import Request, vllm
 from past_opsd.rollout.engines._draw import choose, uniforms_of
-from past_opsd.rollout.engines.vllm_backend import Options, Probe, arguments, environment, parameters
+from past_opsd.rollout.engines.vllm_backend import (
+    Draw,
+    Options,
+    Probe,
+    Served,
+    arguments,
+    environment,
+    parameters,
+    share,
+    silence,
+    trainer_needs,
+)
+from past_opsd.rollout.engines.vllm_server import FaultError, Server
 from past_opsd.run import checkpoint
 from past_opsd.run.export import export
 from past_opsd.run.folder import RunFolder
@@ -397,6 +410,73 @@ def test_sampling_is_said_in_full():
     expected = {"temperature": 1.1, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "max_tokens": 7, "stop_token_ids": [1, 2]}
     assert expected.items() <= said.items()
     assert said["repetition_penalty"] == 1
+
+
+GIB = 2**30
+
+
+def test_vllm_takes_of_a_gpu_what_the_trainer_leaves():
+    # 80 GiB of which 70 are free; the trainer will take 20, so 50 are left; weights of 4 GiB.
+    assert share(80 * GIB, 70 * GIB, 20 * GIB, 4 * GIB) == pytest.approx(50 / 80)
+    assert share(80 * GIB, 80 * GIB, 1 * GIB, 4 * GIB) == 0.9  # the largest share
+    assert share(80 * GIB, 20 * GIB, 10 * GIB, 8 * GIB) == pytest.approx(10 / 80)  # 9.8 GiB are the least
+    message = r"of 80\.0 GiB of GPU memory 19\.0 are free .* will take about 10\.0 .* vLLM needs 9\.8"
+    with pytest.raises(PastError, match=message):
+        share(80 * GIB, 19 * GIB, 10 * GIB, 8 * GIB)
+
+
+def test_what_the_trainer_will_take_covers_steps_that_were_traced():
+    """Activations, gradients and loss of a teacher step at 16,384 tokens of Qwen3-1.7B's shape take 10.64 GiB."""
+    adapter = 70_000_000
+    optimizer = 2 * 2 * 4 * adapter  # two adapters, two moments of four bytes
+    step = trainer_needs(adapter, 40_960, 28, 2048, 2) - optimizer
+    assert 10.64 < step / GIB < 1.1 * 10.64
+    assert trainer_needs(adapter, 1_024, 28, 2048, 2) < trainer_needs(adapter, 40_960, 28, 2048, 2)
+
+
+@pytest.mark.parametrize(("tokens", "seconds"), [(1, 1800), (8192, 1800), (16384, 3600), (38912, 8550)])
+def test_long_responses_are_given_more_time(tokens: int, seconds: float):
+    assert silence(1800, tokens) == seconds
+
+
+@pytest.fixture
+def slow() -> Iterator[tuple[Server, threading.Event]]:
+    """A server that answers once it is told to, and who asks it with little patience."""
+    go = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            go.wait(30)
+            logprobs = {"top_logprobs": [{"token_id:5": -0.1}], "token_logprobs": [-0.1]}
+            body = json.dumps({"choices": [{"token_ids": [5], "logprobs": logprobs}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    serving = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=serving.serve_forever)
+    thread.start()
+    options = Options.model_validate({"mode": "server", "timeout_seconds": 0.2})
+    yield Server(f"http://127.0.0.1:{serving.server_port}", options, 0.1, threading.Event()), go
+    go.set()
+    serving.shutdown()
+    thread.join()
+    serving.server_close()
+
+
+def test_a_server_that_answers_others_is_waited_for(slow: tuple[Server, threading.Event]):
+    server, go = slow
+    draw, settings = Draw(Served("base", 0, 0, "", None, ()), (1, 2), 3), parameters(SAMPLING, [], 0)
+    with pytest.raises(FaultError, match=r"no answer to anybody for 0\.2 s"):
+        server._complete(draw, settings)
+    server._answered = time.monotonic() + 20  # as if it had answered others until then
+    threading.Timer(0.6, go.set).start()  # three times its patience
+    assert server._complete(draw, settings).tokens == (5,)
+    assert server._answered <= time.monotonic()
 
 
 def test_what_a_person_set_in_the_environment_stays():
