@@ -163,6 +163,10 @@ class LoraSection(Section):
     dtype: Literal["float32", "base"] = Field(
         default="float32", description="dtype of the adapters; 'base' follows the base"
     )
+    compute: Literal["auto", "float32", "base"] = Field(
+        default="auto",
+        description="dtype of products with float32 adapters; 'auto' is the base's beside bfloat16, else 'float32'",
+    )
 
 
 class ModelSection(Section):
@@ -177,7 +181,7 @@ class ModelSection(Section):
         default="auto", description="dtype of the frozen base"
     )
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
-        default="auto", description="attention implementation"
+        default="auto", description="attention implementation; 'auto' is 'sdpa', which prompts are shared with"
     )
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="'auto', 'cpu', 'cuda:1', 'mps'"
@@ -277,10 +281,10 @@ class LearnerSection(Section):
     reduction: Literal["sequence", "token"] = Field(
         default="sequence", description="'sequence' is the paper's 1/T_i, 'token' upstream OPSD's mean over all tokens"
     )
-    implementation: Literal["fused", "triton", "chunked", "bf16", "reference"] = Field(
-        default="fused",
-        description="how full-vocabulary losses are computed; 'triton' needs a CUDA GPU; 'past bench divergence' "
-        "compares the others",
+    implementation: Literal["auto", "fused", "triton", "chunked", "bf16", "reference"] = Field(
+        default="auto",
+        description="how full-vocabulary losses are computed; 'auto' is 'triton' on a CUDA GPU where that is "
+        "installed, else 'fused'; 'past bench divergence' compares the others",
     )
     token_budget: int = Field(default=16384, ge=16, description="padded tokens in one micro-batch")
     shared_prompts: bool = Field(

@@ -397,7 +397,7 @@ def numerics(session: Session, size: Size, repeats: int, watch: Watch) -> list[R
     for repeat, (problem, other) in enumerate(watch.each("Batch loss and gradient", pairs)):
         phases = made_terms(session, problem, other)
         losses = losses_of(term for terms in phases.values() for term in terms)
-        error, cosine = exact.made(section.implementation, losses, size, seed=repeat)
+        error, cosine = exact.made(session.learner.implementation, losses, size, seed=repeat)
         for phase, terms in phases.items():
             try:
                 value, gradient = session.learner.gradient(phase, terms)
@@ -412,7 +412,7 @@ def numerics(session: Session, size: Size, repeats: int, watch: Watch) -> list[R
         cosines.append(cosine)
     dtype = str(size.dtype).removeprefix("torch.")
     bound = HALF_BOUND if size.dtype.itemsize == 2 else LOSS_BOUND
-    note = f"{section.implementation} in {dtype} against float32 autograd, at most {bound:g}"
+    note = f"{session.learner.implementation} in {dtype} against float32 autograd, at most {bound:g}"
     note = ". ".join([*dict.fromkeys(failures), note])
     return [
         Row("Batch-loss absolute error", errors, sum(e <= bound for e in errors), note),

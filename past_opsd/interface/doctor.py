@@ -39,7 +39,7 @@ from past_opsd.interface.checks import (
     semantics,
     training_protocol,
 )
-from past_opsd.policy import estimate
+from past_opsd.policy import estimate, fused
 from past_opsd.policy.model import TRAINABLE
 from past_opsd.policy.pretrained import hardware, load_tokenizer, read_config
 from past_opsd.run import checkpoint
@@ -219,7 +219,7 @@ def runs(recipe: Recipe, repeats: int, watch: Watch, note: str = "") -> tuple[Ro
     autograd in the place of the recipe's implementation of the losses. The first cycle of both implementations reads
     the same responses, so their updates can be compared as such.
     """
-    chosen = recipe.learner.implementation
+    chosen, _ = fused.settle(recipe.learner.implementation, torch.device(hardware(recipe.model).device))
     differences: list[float] = []
     cosines: list[float] = []
     resumed: list[float] = []

@@ -47,7 +47,9 @@ class Learner:
     """Two adapters, two optimizers, two step counters; one step per call."""
 
     def __init__(self, model: Model, section: LearnerSection, total_steps: int):
-        fused.require(section.implementation, model.head.device)  # now, not after the first rollouts
+        # Now, not after the first rollouts.
+        self.implementation: fused.Implementation
+        self.implementation, self.note = fused.settle(section.implementation, model.head.device)
         self._model = model
         self._section = section
         self._total = total_steps
@@ -252,7 +254,7 @@ class Learner:
 
         def run(states: Tensor | None, jobs: Sequence[fused.Job]) -> fused.Result:
             return fused.run(
-                self._section.implementation,
+                self.implementation,
                 own,
                 states,
                 self._model.head,

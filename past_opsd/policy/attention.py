@@ -67,6 +67,8 @@ def attention(
 
 def _shared(query: Tensor, key: Tensor, value: Tensor, rows: list[packing.Segments], scaling: float | None) -> Tensor:
     """[B, heads, L, size] to [B, L, heads, size], row by row and segment by segment."""
+    if query.shape[1] > key.shape[1] and not _reads_groups(query.device, query.dtype):
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
     options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] > key.shape[1]}
     width = query.shape[2]
     out: list[Tensor] = []
@@ -83,6 +85,17 @@ def _shared(query: Tensor, key: Tensor, value: Tensor, rows: list[packing.Segmen
             pieces.append(query.new_zeros(1, query.shape[1], width - stop, value.shape[3]))  # padding
         out.append(torch.cat(pieces, dim=2))
     return torch.cat(out).transpose(1, 2).contiguous()
+
+
+def _reads_groups(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel for a bias that ends at the lower right takes heads that share keys and values.
+
+    torch's flash kernel does: half precision, from compute capability 8.0 on. Its memory-efficient one takes that bias
+    with as many heads on either side, and is what is left else; without it all scores would be held.
+    """
+    if device.type != "cuda":
+        return True
+    return dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _columns(of: Tensor, seen: list[tuple[int, int]]) -> Tensor:

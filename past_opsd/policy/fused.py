@@ -13,6 +13,8 @@ implementations of the same function, cf. tab:full-vocab-implementation:
 - `triton`: `fused` with its elementwise pass as one GPU kernel, see `past_opsd.policy.fused_triton`; positions with a
   loss that has no closed form run as `chunked`.
 
+`settle` says which of them "auto" is on a device.
+
 Softmax and losses are always float32 (float64 where the head is float64).
 """
 
@@ -29,11 +31,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from past_opsd.core.losses import Block, Loss, at_tokens, fill
+from past_opsd.core.losses import Block, Imitate, Loss, Match, Stay, at_tokens, fill
 from past_opsd.core.nouns import PastError
 
 Implementation = Literal["reference", "bf16", "chunked", "fused", "triton"]
 DEFAULT_BUDGET = 224 * 2**20
+KERNEL_CAPABILITY = (8, 0)  # the least for which the kernel is compiled in the tests
+# Of a gradient's largest entry: float32 exponentials of a GPU are off by some 1e-6, a wrong kernel by far more.
+TRIAL_BOUND = 1e-3
 CLIP = ("clipped", "removed")
 ALIGNMENT = ("dot", "norm_clipped", "norm_unclipped")
 
@@ -213,6 +218,49 @@ def require(implementation: Implementation, device: torch.device) -> None:
         raise PastError(f"unknown implementation {implementation!r}; use one of {', '.join(get_args(Implementation))}")
     if implementation == "triton":
         _kernel(device)
+
+
+def settle(requested: Implementation | Literal["auto"], device: torch.device) -> tuple[Implementation, str]:
+    """The implementation that a setting means on this device, and what a person should know of that choice.
+
+    "auto" is the GPU kernel where it can run and, tried on a few positions, gives what `fused` gives; else `fused`.
+    """
+    if requested != "auto":
+        require(requested, device)
+        return requested, ""
+    if device.type != "cuda":
+        return "fused", ""
+    problem = _unfit(torch.cuda.get_device_capability(device)) or _trial(device)
+    if problem:
+        return "fused", f"losses by 'fused', not by the GPU kernel: {problem}"
+    return "triton", "losses by the GPU kernel 'triton'"
+
+
+def _unfit(capability: tuple[int, int]) -> str:
+    """Why the kernel cannot run on a GPU of this capability; empty where it can."""
+    if torch.version.hip is not None:
+        return "it has been compiled for NVIDIA's GPUs alone"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install 'past-opsd[triton]')"
+    if capability < KERNEL_CAPABILITY:
+        return "it needs compute capability {}.{}, and this GPU has {}.{}".format(*KERNEL_CAPABILITY, *capability)
+    return ""
+
+
+def _trial(device: torch.device) -> str:
+    """What is wrong with the kernel's values and gradient on a few positions; empty where nothing is."""
+    draw = torch.Generator().manual_seed(0)
+    live, frozen, head = (torch.randn(n, 16, generator=draw).to(device) for n in (4, 4, 5000))
+    tokens, weight = torch.arange(4, device=device), torch.ones(4, device=device)
+    jobs = [Job(Match(0.05), weight), Job(Stay(), weight), Job(Imitate(), weight)]
+    wanted = run("fused", live, frozen, head, None, tokens, jobs)
+    try:
+        found = run("triton", live, frozen, head, None, tokens, jobs)
+    except Exception as error:  # whatever a compiler, a driver or a GPU may say
+        return f"its trial ended in {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    pairs = zip((found.grad, *found.values), (wanted.grad, *wanted.values), strict=True)
+    apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    return "" if apart < TRIAL_BOUND else f"in its trial it was {apart:.1e} off"
 
 
 def _check(live: Tensor, frozen: Tensor | None, heads: Heads, tokens: Tensor, jobs: Sequence[Job]) -> None:

@@ -24,10 +24,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from past_opsd.core.config import ModelSection
+from past_opsd.core.config import LoraSection, ModelSection
 from past_opsd.core.nouns import Adapter, PastError, View
 from past_opsd.core.reading import is_list
 from past_opsd.policy import attention, fused, packing
@@ -73,6 +74,37 @@ def linear_targets(network: nn.Module, layers: int) -> tuple[list[str], bool]:
     short = {n.rpartition(".")[2] for n in inside}
     clear = not any(n.rpartition(".")[2] in short for n in linear if n not in inside)
     return sorted(short if clear else inside), all(isinstance(linear[n], Conv1D) for n in inside)
+
+
+def settle_lora(lora: LoraSection, base: str) -> str:
+    """The dtype in which adapters are multiplied, beside a base of this dtype.
+
+    float32 products take many times as long as a GPU's bfloat16 ones and need float32 copies of the activations, and
+    the layer's sum is rounded to the base's dtype in any case. float16 is not chosen by itself: the gradients of the
+    factors would be rounded to it too, and its smallest number is 6e-8.
+    """
+    follows = lora.compute == "base" or (lora.compute == "auto" and base == "bfloat16")
+    return base if follows or lora.dtype == "base" else "float32"
+
+
+class Factor(nn.Linear):
+    """A factor of an adapter that is multiplied in its input's dtype.
+
+    Its own weight stays float32, and so do its gradients' sums and the optimizer's steps, however small.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight.to(input.dtype))  # PEFT makes factors without a bias here
+
+
+def multiply_in_base(layers: Sequence[LoraLayer]) -> None:
+    """Have these layers' adapters, all of them, take their inputs as they come instead of as float32."""
+    for layer in layers:
+        factors = [*layer.lora_A.values(), *layer.lora_B.values()]
+        if all(type(factor) is nn.Linear for factor in factors):  # not the factors of a convolution
+            layer.cast_input_dtype_enabled = False
+            for factor in factors:
+                factor.__class__ = Factor
 
 
 def place(choice: Choice, world: World) -> Choice:
@@ -247,6 +279,9 @@ class Model(Network):
         self.peft.eval()  # no dropout anywhere: live and frozen views are functions
         self._blocks = self._checkpointed_blocks()
         self._layers = [m for m in self.peft.modules() if isinstance(m, LoraLayer)]
+        self.lora_dtype = settle_lora(section.lora, self.choice.dtype)
+        if section.lora.dtype == "float32" and self.lora_dtype != "float32":
+            multiply_in_base(self._layers)
         self._parameters = {a: self._named(a) for a in TRAINABLE}
         self._phase: Adapter | None = None
         self._active: Adapter | None = None
@@ -494,7 +529,7 @@ class Model(Network):
     def sampling(self, adapter: Adapter) -> Generator[nn.Module]:
         """The network as one adapter's policy, fast: folded into the weights, which are put back afterwards.
 
-        Half-precision weights would round a small update away, so there the adapter stays beside them.
+        Half-precision weights would round a small update away, so there the adapter stays beside them, as in training.
         """
         if not self.folds:
             self.activate(adapter)

@@ -103,20 +103,27 @@ def locate(path: str, gguf_file: str | None = None) -> Source:
     return Source(resolve(path), gguf_file)
 
 
+Capability = tuple[int, int]
+NATIVE_BFLOAT16: Capability = (8, 0)  # Ampere; torch emulates it on older GPUs (T4, V100)
+
+
 @dataclass(frozen=True)
 class Machine:
-    """What there is to compute with."""
+    """What there is to compute with: the GPU's compute capability, None without one."""
 
-    cuda: bool
-    bf16: bool
-    flash: bool
+    capability: Capability | None
 
     @staticmethod
-    def here() -> Machine:
-        from transformers.utils.import_utils import is_flash_attn_2_available
-
-        cuda = torch.cuda.is_available()
-        return Machine(cuda, cuda and torch.cuda.is_bf16_supported(), cuda and is_flash_attn_2_available())
+    def here(section: ModelSection) -> Machine:
+        """Of the GPU that the recipe means; of the least one where the base is spread over all."""
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            return Machine(None)
+        index = int(section.device.partition("cuda:")[2] or 0)
+        if index >= count:
+            raise PastError(f"model.device = '{section.device}', but torch sees {count} GPU(s) here, from cuda:0 on")
+        chosen = range(count) if section.device_map == "auto" else [index]
+        return Machine(min(torch.cuda.get_device_capability(i) for i in chosen))
 
 
 @dataclass(frozen=True)
@@ -135,25 +142,42 @@ class Choice:
         return f"{self.dtype}, {self.attention} {place}{checkpointing}"
 
 
+def settle_dtype(requested: str, capability: Capability | None) -> str:
+    """The base's dtype: what is asked for, or bfloat16 on a GPU that has it and float32 elsewhere.
+
+    Emulated bfloat16 is refused: each product goes through float32 and takes longer than float32 itself. float16 is
+    never chosen by itself, since the backward pass scales no loss, and small gradients would become zero.
+    """
+    native = capability is not None and capability >= NATIVE_BFLOAT16
+    if requested == "auto":
+        return "bfloat16" if native else "float32"
+    if requested == "bfloat16" and capability is not None and not native:
+        major, minor = capability
+        raise PastError(
+            f"model.dtype = 'bfloat16': this GPU (compute capability {major}.{minor}) has no bfloat16 units, and "
+            "emulated it is slower than float32; use 'auto', which is float32 here, or 'float16', at the risk of "
+            "gradients too small for it"
+        )
+    return requested
+
+
 def hardware(section: ModelSection, machine: Machine | None = None) -> Choice:
     """Settle what the recipe leaves to the machine.
 
-    CUDA: bfloat16 where the GPU has it, flash attention where it is installed, checkpointing on. Elsewhere float32
-    and sdpa; on the CPU memory is rarely short, so checkpointing is off. MPS only when asked for.
+    CUDA: bfloat16 where the GPU has it, checkpointing on. Elsewhere float32; on the CPU memory is rarely short, so
+    checkpointing is off. MPS only when asked for. Attention is torch's own everywhere, whose flash kernels need no
+    package: rows that share prompts and the written-out decoder build on it, flash-attn takes neither.
     """
-    machine = machine or Machine.here()
-    device = section.device if section.device != "auto" else "cuda" if machine.cuda else "cpu"
-    if device.startswith("cuda") and not machine.cuda:
+    machine = machine or Machine.here(section)
+    there = machine.capability is not None
+    device = section.device if section.device != "auto" else "cuda" if there else "cpu"
+    if device.startswith("cuda") and not there:
         raise PastError(f"model.device = '{section.device}', but torch sees no CUDA GPU here; use 'auto' or 'cpu'")
-    on_gpu = device.startswith("cuda")
-    dtype = section.dtype if section.dtype != "auto" else "bfloat16" if on_gpu and machine.bf16 else "float32"
-    flash = on_gpu and machine.flash and dtype != "float32"
-    attention = section.attention if section.attention != "auto" else "flash_attention_2" if flash else "sdpa"
     checkpointing = section.gradient_checkpointing
     return Choice(
         device=device,
-        dtype=dtype,
-        attention=attention,
+        dtype=settle_dtype(section.dtype, machine.capability if device.startswith("cuda") else None),
+        attention="sdpa" if section.attention == "auto" else section.attention,
         gradient_checkpointing=device != "cpu" if checkpointing == "auto" else checkpointing,
         device_map=None if section.device_map == "single" else section.device_map,
     )

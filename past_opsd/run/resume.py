@@ -25,6 +25,11 @@ ROUNDING = frozenset(
     | {"model.gradient_checkpointing", "engine.memory_gib"}
 )
 """Keys that may change too, at the price of the last bits: the same sums in another order."""
+SETTLED = frozenset({"model.dtype", "model.attention", "model.lora.compute", "learner.implementation"})
+"""Keys that may be left to the machine. From 'auto' to what it came to and back is no change: what they came to is
+compared, in `compute` and `settled` of a run's identity."""
+ALIKE = {"settled.losses": ("fused", "triton"), "settled.adapters": ("float32", "bfloat16", "float16")}
+"""What a machine may settle otherwise when a run goes on, and is told: other roundings of the same sums."""
 
 
 def lasting(recipe: Recipe) -> dict[str, Any]:
@@ -57,6 +62,10 @@ def continued(run: RunFolder, state: Mapping[str, Any], recipe: Recipe, identity
         told = f"{key}: {old!r} -> {new!r}"
         if name in places and all(isinstance(value, str) for value in (old, new)):
             notes.append(f"{name} is {new} now, not {old}; what is read there is the same")
+        elif name in SETTLED and (old in (None, "auto") or new == "auto"):
+            continue
+        elif all(value in ALIKE.get(key, ()) for value in (old, new)):
+            notes.append(f"{key.removeprefix('settled.')} in {new} now, not {old}: the same sums, rounded otherwise")
         elif name == key or name not in FREE | ROUNDING | {"run.cycles"}:
             refused.append(told)
         elif name == "run.cycles":
@@ -114,9 +123,24 @@ def since(saved: Any, identity: Mapping[str, Any], recipe: Recipe) -> list[tuple
 
     Not keys of older recipes that changed nothing, nor keys that came later and have their default.
     """
+    if is_table(saved) and "settled" not in saved:  # an earlier version, which settled neither
+        saved = {**saved, "settled": _before(saved)}
     former = {f"recipe.{key}" for key in config.former(recipe)}
     later = {f"recipe.{key}" for key in config.defaults(recipe) if not _has(saved, f"recipe.{key}")}
     return [change for change in changes(saved, identity) if change[0] not in former | later]
+
+
+def _before(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What an earlier version settled: losses as the recipe said, adapters multiplied in their own dtype."""
+    own = _get(saved, "recipe.model.lora.dtype")
+    base = str(saved.get("compute")).split(" ")[0]
+    return {"losses": _get(saved, "recipe.learner.implementation"), "adapters": base if own == "base" else own}
+
+
+def _get(saved: Any, key: str) -> Any:
+    for part in key.split("."):
+        saved = saved.get(part) if is_table(saved) else None
+    return saved
 
 
 def _has(saved: Any, key: str) -> bool:

@@ -95,6 +95,7 @@ class Session:
         classes = {kind: thing for kind, thing in self.own_code().items() if own.is_own(recipe[kind]["name"])}
         return {
             **self.model.identity(),
+            "settled": {"losses": self.learner.implementation, "adapters": self.model.lora_dtype},
             "task": self.task.identity,
             "verifier": self.loop.lab.verifier.identity,
             "recipe": recipe,
@@ -160,7 +161,8 @@ def assemble(
     )
     loop.publish()
     life.doing("at work")
-    return Session(recipe, model, learner, loop, task, (*notes, *task.notes))
+    told = [learner.note] if learner.note else []
+    return Session(recipe, model, learner, loop, task, (*notes, *task.notes, *told))
 
 
 @contextmanager

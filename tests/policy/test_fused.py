@@ -23,6 +23,7 @@ from past_opsd.core.losses import (
     TopK,
 )
 from past_opsd.core.nouns import PastError
+from past_opsd.policy import fused
 from past_opsd.policy.fused import Job, run
 
 T, V, H = 41, 53, 8
@@ -440,3 +441,35 @@ def test_a_failing_loss_leaves_the_thread_count(monkeypatch):
         run("fused", live, frozen, head, bias, tokens, [Job(fails, weight)])
     assert torch.get_num_threads() == 2
     assert threads_of_a_new_thread() == 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "trial", "chosen", "told"),
+    [
+        ((9, 0), True, "", "triton", "losses by the GPU kernel"),
+        ((8, 0), True, "", "triton", "losses by the GPU kernel"),
+        ((7, 5), True, "", "fused", "compute capability 8.0, and this GPU has 7.5"),
+        ((9, 0), False, "", "fused", "pip install"),
+        ((9, 0), True, "in its trial it was 1.0e+00 off", "fused", "not by the GPU kernel: in its trial"),
+    ],
+)
+def test_auto_is_the_kernel_where_it_runs_and_is_right(monkeypatch, capability, installed, trial, chosen, told):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(fused, "_trial", lambda device: trial)
+    found, note = fused.settle("auto", torch.device("cuda:0"))
+    assert found == chosen
+    assert told in note
+
+
+def test_auto_is_fused_on_a_cpu_and_what_is_named_is_taken():
+    assert fused.settle("auto", torch.device("cpu")) == ("fused", "")
+    assert fused.settle("chunked", torch.device("cpu")) == ("chunked", "")
+
+
+def test_the_trial_tells_what_a_kernel_dies_of(monkeypatch):
+    def die(device):
+        raise RuntimeError("no\nPTX")
+
+    monkeypatch.setattr(fused, "_kernel", die)
+    assert fused._trial(torch.device("cpu")) == "its trial ended in RuntimeError: no PTX"

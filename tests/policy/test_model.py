@@ -9,12 +9,14 @@ import pytest
 import torch
 import transformers
 from naive import logp
+from operations import Operations
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.utils import import_utils
 
 from past_opsd.core.config import LoraSection, ModelSection
 from past_opsd.core.nouns import PastError, View
-from past_opsd.policy.model import Model, Network
+from past_opsd.policy.model import Factor, Model, Network, settle_lora
 from past_opsd.policy.pretrained import Choice, Machine, hardware, resolve
 
 PROMPT = (1, 5, 7, 2)
@@ -229,7 +231,7 @@ def test_checkpointing_leaves_sampling_its_cache():
         assert network(input_ids=torch.tensor([PROMPT]), use_cache=True).past_key_values.get_seq_length() == len(PROMPT)
 
 
-NOTHING, V100, A100 = Machine(False, False, False), Machine(True, False, True), Machine(True, True, True)
+NOTHING, V100, T4, A100 = Machine(None), Machine((7, 0)), Machine((7, 5)), Machine((8, 0))
 
 
 @pytest.mark.parametrize(
@@ -237,13 +239,15 @@ NOTHING, V100, A100 = Machine(False, False, False), Machine(True, False, True), 
     [
         (NOTHING, {}, Choice("cpu", "float32", "sdpa", False, None)),
         (V100, {}, Choice("cuda", "float32", "sdpa", True, None)),
-        (Machine(True, True, False), {}, Choice("cuda", "bfloat16", "sdpa", True, None)),
-        (A100, {}, Choice("cuda", "bfloat16", "flash_attention_2", True, None)),
+        (T4, {"dtype": "float16"}, Choice("cuda", "float16", "sdpa", True, None)),
+        (V100, {"device": "cpu", "dtype": "bfloat16"}, Choice("cpu", "bfloat16", "sdpa", False, None)),
+        (A100, {}, Choice("cuda", "bfloat16", "sdpa", True, None)),
+        (A100, {"attention": "flash_attention_2"}, Choice("cuda", "bfloat16", "flash_attention_2", True, None)),
         (A100, {"dtype": "float32"}, Choice("cuda", "float32", "sdpa", True, None)),
         (A100, {"device": "cpu"}, Choice("cpu", "float32", "sdpa", False, None)),
         (A100, {"device": "cuda:1", "attention": "eager"}, Choice("cuda:1", "bfloat16", "eager", True, None)),
-        (A100, {"device_map": "auto"}, Choice("cuda", "bfloat16", "flash_attention_2", True, "auto")),
-        (A100, {"gradient_checkpointing": False}, Choice("cuda", "bfloat16", "flash_attention_2", False, None)),
+        (A100, {"device_map": "auto"}, Choice("cuda", "bfloat16", "sdpa", True, "auto")),
+        (A100, {"gradient_checkpointing": False}, Choice("cuda", "bfloat16", "sdpa", False, None)),
         (NOTHING, {"device": "mps"}, Choice("mps", "float32", "sdpa", True, None)),
         (NOTHING, {"dtype": "bfloat16"}, Choice("cpu", "bfloat16", "sdpa", False, None)),
     ],
@@ -258,6 +262,29 @@ def test_a_gpu_that_is_not_there_is_told():
         hardware(ModelSection(path="embedded", device="cuda"), NOTHING)
 
 
+def test_the_machine_is_the_gpu_that_the_recipe_means(monkeypatch: pytest.MonkeyPatch):
+    gpus = [(8, 0), (7, 5)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", gpus.__getitem__)
+    assert Machine.here(ModelSection(path="embedded")) == A100
+    assert Machine.here(ModelSection(path="embedded", device="cuda:1")) == T4
+    assert Machine.here(ModelSection(path="embedded", device_map="auto")) == T4
+    with pytest.raises(PastError, match=r"model.device = 'cuda:2', but torch sees 2 GPU\(s\)"):
+        Machine.here(ModelSection(path="embedded", device="cuda:2"))
+
+
+@pytest.mark.parametrize("machine", [V100, T4])
+def test_emulated_bfloat16_is_refused_with_the_reason(machine: Machine):
+    with pytest.raises(PastError, match=r"compute capability 7\.[05]\) has no bfloat16 units.*use 'auto'"):
+        hardware(ModelSection(path="embedded", dtype="bfloat16"), machine)
+
+
+def test_installing_flash_attention_does_not_end_the_sharing_of_prompts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(import_utils, "is_flash_attn_2_available", lambda: True)
+    assert hardware(ModelSection(path="embedded"), A100).attention == "sdpa"
+
+
 @pytest.mark.parametrize(("dtype", "expected"), [("float32", torch.float32), ("base", torch.bfloat16)])
 def test_adapters_keep_float32_beside_a_half_precision_base(dtype: Any, expected: torch.dtype):
     section = ModelSection(path="embedded", dtype="bfloat16", lora=LoraSection(rank=4, alpha=8, dtype=dtype))
@@ -265,6 +292,93 @@ def test_adapters_keep_float32_beside_a_half_precision_base(dtype: Any, expected
     kinds = {p.dtype for a in ("student", "teacher") for p in model.parameters(a).values()}
     assert kinds == {expected}
     assert model.head.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("keys", "base", "expected"),
+    [
+        ({}, "bfloat16", "bfloat16"),
+        ({}, "float16", "float32"),
+        ({}, "float32", "float32"),
+        ({"compute": "float32"}, "bfloat16", "float32"),
+        ({"compute": "base"}, "float16", "float16"),
+        ({"dtype": "base", "compute": "float32"}, "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_dtype_of_products_with_adapters(keys: dict[str, Any], base: str, expected: str):
+    assert settle_lora(LoraSection(**keys), base) == expected
+
+
+def beside_bfloat16(compute: str = "auto") -> Model:
+    section = ModelSection(path="embedded", dtype="bfloat16", lora=LoraSection(rank=4, alpha=8, compute=compute))
+    model = Model(section, seed=3)
+    perturb(model, "student")
+    return model
+
+
+@pytest.mark.parametrize(("compute", "expected"), [("auto", set()), ("float32", {torch.float32})])
+def test_adapters_are_multiplied_in_the_bases_dtype_and_learn_in_float32(compute: str, expected: set[torch.dtype]):
+    model = beside_bfloat16(compute)
+    with model.training("student"), Operations() as seen:
+        states = model.hidden([(View("student", PROMPT), TOKENS)])
+        states.backward(torch.ones_like(states))
+    assert set(seen.products) == {torch.bfloat16} | expected
+    assert {p.grad.dtype for p in model.parameters("student").values() if p.grad is not None} == {torch.float32}
+    assert all(p.grad is not None for p in model.parameters("student").values())
+
+
+def test_products_in_bfloat16_are_off_by_its_roundings():
+    """One layer, y = x W^T + s (x A^T) B^T, against the same in float64, entry by entry.
+
+    bfloat16 rounds A, B, x A^T, its product with B^T, x W^T and the sum, each by half an eps of its size; s is a power
+    of two. Backward: B, g B and the gradient of A; A, x A^T and the gradient of B. The sums inside are float32.
+    """
+    model = beside_bfloat16()
+    model.activate("student")
+    layer = next(m for n, m in model.peft.named_modules() if n.endswith("down_proj"))
+    W, A, B = (m.weight for m in (layer.base_layer, layer.lora_A["student"], layer.lora_B["student"]))
+    for factor in (A, B):
+        factor.requires_grad_()
+    draw = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(5, n, generator=draw).bfloat16() for n in W.shape[::-1])
+    y = layer(x)
+    y.backward(g)
+    y, x, g, W, a, b = (t.detach().double() for t in (y, x, g, W, A, B))
+    s, u = layer.scaling["student"], torch.finfo(torch.bfloat16).eps / 2 * 1.05  # products of roundings, and float32's
+    exact = x @ W.T + s * (x @ a.T) @ b.T
+    inner = s * (x.abs() @ a.abs().T) @ b.abs().T
+    assert ((y - exact).abs() <= u * (4 * inner + (x @ W.T).abs() + exact.abs())).all()
+    assert ((A.grad - s * (g @ b).T @ x).abs() <= 3 * u * s * (g.abs() @ b.abs()).T @ x.abs()).all()
+    assert ((B.grad - s * g.T @ (x @ a.T)).abs() <= 3 * u * s * g.abs().T @ (x.abs() @ a.abs().T)).all()
+    assert float((y - x @ W.T).abs().max()) > 10 * u * float(exact.abs().max())  # the adapter is seen
+
+
+def test_steps_below_bfloat16s_spacing_add_up():
+    model, step = beside_bfloat16(), 1e-6
+    parameters = list(model.parameters("student").values())
+    rounded = torch.cat([p.detach().bfloat16().flatten() for p in parameters])
+    before = model.hidden([(View("student", PROMPT), TOKENS)]).detach()
+
+    def move(times: int) -> None:
+        with torch.no_grad():
+            for p in parameters:
+                for _ in range(times):
+                    p.add_(step)
+
+    move(1)
+    now = torch.cat([p.detach().bfloat16().flatten() for p in parameters])
+    assert float((now == rounded).float().mean()) > 0.9
+    move(2000)
+    after = model.hidden([(View("student", PROMPT), TOKENS)]).detach()
+    effect = torch.cat([p.detach().flatten() for p in parameters]) - rounded.float()
+    assert 1.8e-3 < float(effect.mean()) < 2.2e-3
+    assert not torch.equal(after, before)
+
+
+def test_float32_bases_keep_pefts_own_products():
+    model = Model(section_of("embedded"), seed=3)
+    assert model.lora_dtype == "float32"
+    assert not any(isinstance(module, Factor) for module in model.peft.modules())
 
 
 def test_half_precision_sampling_does_not_round_the_adapter_away():

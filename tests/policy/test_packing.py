@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rounding import assert_rounding
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, GPTNeoXConfig, LlamaConfig
 
 import past_opsd.policy.attention
@@ -159,6 +160,32 @@ def test_rows_of_what_begins_alike_respect_the_budget(data: st.DataObject):
     for batch in made:
         rows = [packing.Tree([column[i] for i in batch]) for column in columns]
         assert len(batch) == 1 or all(len(row) <= budget for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "capability", "expected"),
+    [
+        ("cpu", torch.float32, (0, 0), True),
+        ("cuda", torch.bfloat16, (8, 0), True),
+        ("cuda", torch.float32, (8, 0), False),
+        ("cuda", torch.float16, (7, 5), False),
+    ],
+)
+def test_heads_share_keys_where_the_kernel_reads_groups(
+    device: str, dtype: torch.dtype, capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert past_opsd.policy.attention._reads_groups(torch.device(device), dtype) == expected
+
+
+def test_repeated_keys_are_shared_ones(monkeypatch: pytest.MonkeyPatch):
+    attention = past_opsd.policy.attention
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 9, 8, generator=draw) for heads in (6, 2, 2))
+    rows = packing.shared([*BRANCHES, PATHS[0], PATHS[1]], [3, 2]).segments
+    shared = attention._shared(query, key, value, rows, None)
+    monkeypatch.setattr(attention, "_reads_groups", lambda device, dtype: False)
+    assert_rounding(attention._shared(query, key, value, rows, None), shared, float(value.abs().max()), 9)
 
 
 @pytest.mark.parametrize("heights", [None, [1, 2, 1, 3, 1, 1]])

@@ -16,11 +16,11 @@ from ranks import Launcher
 
 from past_opsd.core import config
 from past_opsd.core.nouns import PastError
-from past_opsd.policy import memory
+from past_opsd.policy import fused, memory
 from past_opsd.run import checkpoint
 from past_opsd.run.folder import RunFolder
 from past_opsd.run.resume import continued, differences
-from past_opsd.run.train import Session, train
+from past_opsd.run.train import Session, session, train
 
 KILLED = [*SMALL, "run.checkpoint_every=2", "evaluation.at=[0.0, 1.0]"]
 
@@ -580,3 +580,40 @@ def test_a_run_goes_on_with_a_key_that_came_later_if_it_has_its_default(past: Se
     identity = past.identity | {"recipe": config.dump(later)}
     with pytest.raises(PastError, match=r"recipe\.rollout\.dynamic_rounds: None -> 3"):
         continued(RunFolder(tmp_path), state, later, identity)
+
+
+@pytest.mark.parametrize(("was", "now"), [("auto", "fused"), ("fused", "auto")])
+def test_what_a_machine_settled_may_be_written_out_and_left_to_it_again(
+    small_recipe, tmp_path: Path, was: str, now: str
+):
+    with session(small_recipe("embedded/past", f"learner.implementation='{now}'")) as past:
+        assert past.identity["settled"] == {"losses": "fused", "adapters": "float32"}
+        saved = json.loads(json.dumps(past.identity))
+        saved["recipe"]["learner"]["implementation"] = was
+        assert continued(RunFolder(tmp_path), {"identity": saved, "next_cycle": 0}, past.recipe, past.identity) == []
+        saved["settled"]["losses"] = "bf16"
+        with pytest.raises(PastError, match=r"settled\.losses: 'bf16' -> 'fused'"):
+            continued(RunFolder(tmp_path), {"identity": saved, "next_cycle": 0}, past.recipe, past.identity)
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_what_is_settled_now(past: Session, tmp_path: Path):
+    """It knew neither `settled` nor the keys behind it: other roundings are told, what is more than that is refused."""
+
+    def notes(implementation: str, dtype: str = "float32") -> list[str]:
+        saved, identity = json.loads(json.dumps(past.identity)), json.loads(json.dumps(past.identity))
+        del saved["settled"], saved["recipe"]["model"]["lora"]["compute"]
+        saved["recipe"]["learner"]["implementation"] = implementation
+        identity["settled"]["adapters"] = dtype
+        return continued(RunFolder(tmp_path), {"identity": saved, "next_cycle": 0}, past.recipe, identity)
+
+    assert notes("fused") == []
+    assert notes("triton") == ["losses in fused now, not triton: the same sums, rounded otherwise"]
+    assert notes("fused", "bfloat16") == ["adapters in bfloat16 now, not float32: the same sums, rounded otherwise"]
+    with pytest.raises(PastError, match=r"settled\.losses: 'bf16' -> 'fused'"):
+        notes("bf16")
+
+
+def test_what_was_chosen_for_a_gpu_is_said_once_at_the_start(small_recipe, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fused, "settle", lambda requested, device: ("fused", f"{requested} is fused on {device}"))
+    with session(small_recipe()) as past:
+        assert past.notes.count("auto is fused on cpu") == 1

@@ -9,6 +9,7 @@ import argparse
 import importlib
 
 METHODS = ("grpo", "opsd")
+LOSSES = ("match", "stay", "jsd", "tokens", "teacher", "every", "watching")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +36,12 @@ def _divergence(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="of states and head (default %(default)s)",
     )
+
+
+def _kernel(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--loss", choices=LOSSES, default="match", help="which losses (default %(default)s)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of logits (default bf16)")
+    parser.add_argument("--rivals", action="store_true", help="other blocks and warps too")
 
 
 def _rollout(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +108,7 @@ BENCHMARKS = {
         "the full-vocabulary implementations side by side",
         _divergence,
     ),
+    "kernel": ("registers, spills and occupancy of the GPU kernel, compiled for three generations of GPUs", _kernel),
     "rollout": ("tokens a second of our engines and of transformers' generate, on the same prompts", _rollout),
     "scaling": ("time and memory of a learner step against its sizes", _scaling),
     "shared": ("PAST's teacher step with and without sharing what its continuations begin with", _shared),

@@ -2,7 +2,8 @@
 
 Decoding a small model a token at a time is bound by the number of calls, not by their arithmetic. For the families
 whose blocks are root-mean-square norms, rotary attention and a gated MLP, a step is a few tensor operations a layer on
-the weights as `Model.sampling` folded them. Other networks, and weights that are not folded, run their own forward.
+the network as `Model.sampling` lends it: with the adapter folded into its weights, or, in half precision, beside them,
+in the same dtype as in training. Other networks run their own forward.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Lean:
 
     @staticmethod
     def applies(model: Model) -> bool:
-        """Whether the model is of such a family, with its adapter folded in."""
-        plain = model.full_attention and model.choice.attention == "sdpa"
-        return plain and model.folds and model.config.model_type in FAMILIES
+        """Whether the model is of such a family, and on one device."""
+        plain = model.full_attention and model.choice.attention == "sdpa" and model.config.model_type in FAMILIES
+        return plain and len({parameter.device for parameter in model.network.parameters()}) == 1
 
     def __init__(self, model: Model):
         network = cast(Any, model.network)
@@ -43,7 +44,8 @@ class Lean:
         self._rotary = network.model.rotary_emb
         self._norm = _norm(network.model.norm)
         self._head = network.get_output_embeddings()
-        self._blocks = [_Block(layer) for layer in network.model.layers]
+        dtype = getattr(torch, model.lora_dtype)
+        self._blocks = [_Block(layer, dtype) for layer in network.model.layers]
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor, layers: Sequence[Buffers]) -> Tensor:
         """The logits after one token a row, [rows, V]; mask [rows, columns] is 1 where a row has a token."""
@@ -61,13 +63,15 @@ class Lean:
 
 
 class _Block:
-    def __init__(self, block: Any):
+    def __init__(self, block: Any, dtype: torch.dtype):
         attention, mlp = block.self_attn, block.mlp
         self._before, self._between = _norm(block.input_layernorm), _norm(block.post_attention_layernorm)
-        self._q, self._k, self._v, self._o = (
-            _linear(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        self._qkv = _Projections([attention.q_proj, attention.k_proj, attention.v_proj], dtype)
+        self._o, self._gates = (
+            _Projections([attention.o_proj], dtype),
+            _Projections([mlp.gate_proj, mlp.up_proj], dtype),
         )
-        self._gate, self._up, self._down = (_linear(p) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        self._down = _Projections([mlp.down_proj], dtype)
         named = dict(attention.named_children())
         self._norms = (_norm(named["q_norm"]), _norm(named["k_norm"])) if "q_norm" in named else None
         self._act, self._size, self._scale = mlp.act_fn, attention.head_dim, attention.scaling
@@ -75,9 +79,8 @@ class _Block:
     def step(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, layer: Buffers) -> Tensor:
         rows, size = len(hidden), self._size
         x = rms_norm(hidden, *self._before)
-        q = linear(x, *self._q).view(rows, -1, size)
-        k = linear(x, *self._k).view(rows, -1, size)
-        v = linear(x, *self._v).view(rows, -1, 1, size)
+        q, k, v = self._qkv(x)
+        q, k, v = q.view(rows, -1, size), k.view(rows, -1, size), v.view(rows, -1, 1, size)
         if self._norms is not None:
             q, k = rms_norm(q, *self._norms[0]), rms_norm(k, *self._norms[1])
         # Rotation by halves: the second factor's sign is in the sine.
@@ -87,14 +90,50 @@ class _Block:
         # Heads that share keys and values are several queries of one head.
         q = q.view(rows, k.shape[1], -1, size)
         read = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self._scale)
-        hidden = hidden + linear(read.reshape(rows, -1), *self._o)
-        x = rms_norm(hidden, *self._between)
-        return hidden + linear(self._act(linear(x, *self._gate)) * linear(x, *self._up), *self._down)
+        hidden = hidden + self._o(read.reshape(rows, -1))[0]
+        gate, up = self._gates(rms_norm(hidden, *self._between))
+        return hidden + self._down(self._act(gate) * up)[0]
 
 
-def _linear(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    plain = cast(Any, module.base_layer if isinstance(module, LoraLayer) else module)
-    return plain.weight, plain.bias
+class _Projections:
+    """Projections of one input, x W^T + b, each with what its active adapter adds, (x A^T) B^T s.
+
+    The first factors are one product for all of them. They are taken in the dtype in which the trainer multiplies them.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype):
+        layers = [(m.base_layer, m) if isinstance(m, LoraLayer) else (m, None) for m in modules]
+        self._weights: list[tuple[Tensor, Tensor | None]] = [
+            (cast(Any, m).weight, cast(Any, m).bias) for m, _ in layers
+        ]
+        factors = [None if layer is None or layer.disable_adapters else _factors(layer, dtype) for _, layer in layers]
+        firsts = [first for first, _ in filter(None, factors)]
+        self._first = torch.cat(firsts) if firsts else None  # [sum of ranks, width of x]
+        self._seconds = [None if pair is None else pair[1] for pair in factors]  # [rank, width of the output] each
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        out = [linear(x, *weights) for weights in self._weights]
+        if self._first is None:
+            return out
+        inner, start = linear(x.to(self._first.dtype), self._first), 0
+        for i, second in enumerate(self._seconds):
+            if second is not None:
+                own = inner[:, start : (start := start + len(second))]
+                out[i] = _add_product(out[i], own, second)
+        return out
+
+
+def _factors(layer: LoraLayer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A [rank, in] and s B^T [rank, out] of the active adapter."""
+    (adapter,) = layer.active_adapters
+    first, second = (cast(Tensor, factor[adapter].weight) for factor in (layer.lora_A, layer.lora_B))
+    scale = cast(float, cast(Any, layer).scaling[adapter])
+    return first.to(dtype), (second * scale).to(dtype).t()
+
+
+def _add_product(to: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`to` + a b, rounded to its own dtype once."""
+    return to.addmm_(a, b) if to.dtype == b.dtype else torch.addmm(to.to(b.dtype), a, b).to(to.dtype)
 
 
 def _norm(module: Any) -> tuple[tuple[int, ...], Tensor, float]:
