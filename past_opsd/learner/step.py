@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -23,6 +24,7 @@ from past_opsd.learner.plan import Bundle, Weighted, plan
 from past_opsd.policy import fused, packing
 from past_opsd.policy.model import TRAINABLE, Model
 
+IDENTITY = "identity"
 Member = tuple[slice, View | None, list[Weighted]]
 """A sequence in a loss call: where it stands in the micro-batch's live states, the frozen view it reads, its terms."""
 
@@ -54,6 +56,8 @@ class Learner:
         self._sections: dict[Adapter, OptimizerSection] = {"student": section.student, "teacher": section.teacher}
         self.optimizers = {a: self._optimizer(a) for a in TRAINABLE}
         self.steps: dict[Adapter, int] = {"student": 0, "teacher": 0}
+        self.span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+        """Entered around the checks of which adapter moved, so that their time is told apart."""
 
     def _optimizer(self, adapter: Adapter) -> torch.optim.AdamW:
         section = self._sections[adapter]
@@ -95,7 +99,8 @@ class Learner:
         if stray:
             raise ValueError(f"the {phase} step got live terms of {sorted(stray)}")
         other: Adapter = "teacher" if phase == "student" else "student"
-        frozen = self._model.digest(other)
+        with self.span(IDENTITY):
+            frozen = self._model.fingerprint(other)
         optimizer = self.optimizers[phase]
         try:
             with self._model.training(phase):
@@ -109,10 +114,11 @@ class Learner:
             optimizer.zero_grad(set_to_none=True)
         self.steps[phase] += 1
         self._model.bump(phase)
-        if self._model.digest(other) != frozen:
-            raise RuntimeError(f"the {other} adapter moved during the {phase} step")
-        if not self._model.world.alone:
-            self._model.world.agree(f"{phase} adapter after a step", self._model.digest(phase))
+        with self.span(IDENTITY):
+            if self._model.fingerprint(other) != frozen:
+                raise RuntimeError(f"the {other} adapter moved during the {phase} step")
+            if not self._model.world.alone:
+                self._model.world.agree(f"{phase} adapter after a step", self._model.fingerprint(phase))
         metrics = {f"{phase}/{key}": value for key, value in log.summary().items()}
         extra = {"stepped": 1.0, "grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], "nonfinite": log.nonfinite}
         return metrics | {f"{phase}/{key}": value for key, value in extra.items()}

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -32,6 +32,7 @@ from past_opsd.core.nouns import Adapter, PastError, View
 from past_opsd.core.reading import is_list
 from past_opsd.policy import attention, fused, packing
 from past_opsd.policy.distributed import World
+from past_opsd.policy.fingerprint import fingerprint
 from past_opsd.policy.pretrained import Choice, hardware, load_network, load_tokenizer, resolve
 
 __all__ = ["TRAINABLE", "Model", "Network", "linear_targets", "load_tokenizer", "resolve"]
@@ -106,6 +107,8 @@ class Network:
             cast(Any, self.network).set_attn_implementation(attention.NAME)
         self.device = cast(Any, self.network).get_input_embeddings().weight.device
         self._scale = self._logit_scale(path)
+        self.tick: Callable[[], None] = lambda: None
+        """Called before every forward of the training side and every decoding step: for a profiler."""
         self._prove(path)
 
     def _logit_scale(self, path: str) -> float:
@@ -164,6 +167,7 @@ class Network:
         return self._run(packing.shared(paths, sizes, self.worth) if together else packing.plain(paths))
 
     def _run(self, packed: packing.Packed) -> Tensor:
+        self.tick()
         if packed.mask is not None:
             arguments: dict[str, Any] = {"attention_mask": packed.mask.to(self.device)}
         else:
@@ -431,6 +435,10 @@ class Model(Network):
         """Versions as a checkpoint recorded them; anything made from the weights before is forgotten."""
         self.versions.update(versions)
         self._folded = None
+
+    def fingerprint(self, adapter: Adapter) -> str:
+        """Whether an adapter is what it was, cheaply: for every step."""
+        return fingerprint(self._parameters[adapter].values())
 
     def digest(self, adapter: Adapter) -> str:
         """A hash of an adapter's bytes."""

@@ -242,8 +242,16 @@ def train(
             _begin(assembled, run)
         start = state["next_cycle"]
         opened(assembled)
-        clock = Clock(display.phase)
-        assembled.loop.lab.span = clock.span
+        elsewhere = ("rollout", "draw") if getattr(assembled.loop.lab.engine, "own_weights", False) else ()
+        profiler = Profile(run.profile, assembled.model, elsewhere) if profile and world.first else None
+
+        def notify(cycle: int, name: str) -> None:
+            display.phase(cycle, name)
+            if profiler:
+                profiler.phase(name)
+
+        clock = Clock(notify)
+        assembled.loop.lab.span = assembled.learner.span = clock.span
         if world.first:
             run.rewind(start)
         if existing:
@@ -253,7 +261,6 @@ def train(
         if recorder is not None and start == 0:
             recorder.prepared(phase1.seconds(run))
         watcher = Watcher(run.read_metrics()) if world.first else Watcher([])
-        profiler = Profile(run.profile) if profile and world.first else None
         for k in range(start, recipe.run.cycles):
             if stopping():
                 break
@@ -261,7 +268,7 @@ def train(
             under_way = _to_finish(recipe, k)
             with profiler.operations(k - start) if profiler else nullcontext():
                 cycle = assembled.loop.cycle(k, clock.phase)
-            clock.stop()
+                clock.stop()
             if recorder is not None:
                 metrics = _record(recorder, k, cycle, assembled.ledger.costs, clock.seconds(k))
                 for warning in watcher.see(metrics):

@@ -9,8 +9,9 @@ import pytest
 from conftest import Quiet
 
 from past_opsd.run.folder import RunFolder
-from past_opsd.run.profiling import Clock, totals, verdict
-from past_opsd.run.train import train
+from past_opsd.run import profiling
+from past_opsd.run.profiling import PROFILED_CYCLE, Clock, Profile, totals, verdict
+from past_opsd.run.train import Session, train
 
 
 def test_a_span_inside_a_phase_is_charged_to_itself_alone():
@@ -44,6 +45,31 @@ def test_the_verdict_names_the_dominant_phase_first():
     assert verdict([]) == ""
 
 
+def operations(file: Path) -> list[str]:
+    return [str(e.get("name")) for e in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
+
+
+def test_a_trace_is_bounded_by_forwards_however_long_the_phase(
+    past: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each forward of the embedded model makes an attention call a layer."""
+    forwards = 3
+    monkeypatch.setattr(profiling, "FORWARDS", forwards)
+    profile = Profile(tmp_path, past.model, skip=["draw"])
+    with profile.operations(PROFILED_CYCLE):
+        past.loop.cycle(0, profile.phase)
+    wanted = {f"operations-00001-{phase}.json.gz" for phase in ("rollout", "adapt", "distill")}
+    assert {p.name for p in tmp_path.iterdir()} == wanted
+        f"operations-00001-{x}.json.gz" for x in ("rollout", "adapt", "distill")
+    }
+    layers = past.model.config.num_hidden_layers
+    calls = operations(tmp_path / "operations-00001-rollout.json.gz").count("aten::scaled_dot_product_attention")
+    # The prompts' forward and the first step stand before the second tick.
+    assert 0 < calls <= layers * (forwards + 1)
+    past.model.tick()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory, small_recipe) -> Path:
     folder = tmp_path_factory.mktemp("profiled") / "run"
@@ -55,14 +81,17 @@ def profiled(tmp_path_factory: pytest.TempPathFactory, small_recipe) -> Path:
 def test_a_profiled_run_leaves_a_breakdown_and_traces(profiled: Path):
     folder = profiled / "profile"
     phases = json.loads((folder / "phases.json").read_text())
-    assert set(phases) == {"rollout", "verify", "draw", "adapt", "distill", "publish", "evaluate", "checkpoint"}
+    assert set(phases) == {"rollout", "verify", "draw", "adapt", "distill", "identity"} | {
+        "publish",
+        "evaluate",
+        "checkpoint",
+    }
     assert sum(p["share"] for p in phases.values()) == pytest.approx(1, abs=1e-3)
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {e["args"]["cycle"] for e in events} == {0, 1, 2}
     ends = [e["ts"] + e["dur"] for e in events]
     assert all(a <= b["ts"] + 1 for a, b in zip(ends, events[1:], strict=False)), "phases overlap on the time line"
-    operations = json.loads(gzip.decompress((folder / "operations-00001.json.gz").read_bytes()))
-    assert any("mm" in str(e.get("name")) for e in operations["traceEvents"])
+    assert any("mm" in name for name in operations(folder / "operations-00001-adapt.json.gz"))
 
 
 @pytest.mark.slow

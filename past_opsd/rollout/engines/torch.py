@@ -102,6 +102,7 @@ class TorchEngine:
         drawn: dict[int, tuple[list[int], list[float]]] = {}
         self.tell(0, len(requests))
         while waiting or len(rows):
+            self._model.tick()
             # A forward for few prompts costs as much as a step: they enter when a quarter of the seats is free.
             if len(free) >= min(len(waiting), max(1, self._options.batch // 4)) > 0:
                 taken = [(free.pop(), waiting.pop()) for _ in range(min(len(free), len(waiting)))]

@@ -7,7 +7,6 @@ trainer's own log-probabilities.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import tempfile
 import weakref
@@ -28,9 +27,11 @@ if TYPE_CHECKING:
     import torch
     from safetensors import torch as safetensors
 
+    from past_opsd.policy import fingerprint
     from past_opsd.policy.model import Model
 else:
     np, torch, safetensors = Lazy("numpy"), Lazy("torch"), Lazy("safetensors.torch")
+    fingerprint = Lazy("past_opsd.policy.fingerprint")
 
 __all__ = ["Options", "VllmEngine", "build"]
 
@@ -89,10 +90,10 @@ class VllmEngine:
         if adapter == "base":
             return
         old = self._served.get(adapter)
-        digest = self._model.digest(adapter)
-        if old is not None and (old.version, old.digest) == (version, digest):
+        bits = self._model.fingerprint(adapter)
+        if old is not None and (old.version, old.bits) == (version, bits):
             return
-        new = self._write(adapter, version, digest)
+        new = self._write(adapter, version, bits)
         self._load(new)
         self._served[adapter] = new
         if old is not None:
@@ -183,15 +184,15 @@ class VllmEngine:
             )
         return replace(bare, name=folder.name, number=self._number, folder=folder)
 
-    def _write(self, adapter: Adapter, version: int, digest: str) -> Served:
+    def _write(self, adapter: Adapter, version: int, bits: str) -> Served:
         folder = self._name(adapter, version)
         if self._world.first:
             self._model.save_adapter(adapter, folder)
-            if file_digest(self._model, adapter, folder) != digest:
+            if written(self._model, adapter, folder) != bits:
                 raise PastError(
                     f"{folder}: the written adapter is not the {adapter} in memory; is the disk full or shared?"
                 )
-        return Served(folder.name, self._number, version, digest, folder, self._probes(adapter))
+        return Served(folder.name, self._number, version, bits, folder, self._probes(adapter))
 
     def _probes(self, adapter: Adapter) -> tuple[Probe, ...]:
         """The trainer's next-token distributions after fixed prompts."""
@@ -237,14 +238,10 @@ def _combined(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return out
 
 
-def file_digest(model: Model, adapter: Adapter, folder: Path) -> str:
-    """`Model.digest` of a written adapter."""
+def written(model: Model, adapter: Adapter, folder: Path) -> str:
+    """`Model.fingerprint` of a written adapter."""
     saved = safetensors.load_file(folder / "adapter_model.safetensors")
-    digest = hashlib.sha256()
-    for name in model.parameters(adapter):
-        digest.update(name.encode())
-        digest.update(saved[name.replace(f".{adapter}.", ".")].contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return fingerprint.fingerprint(saved[name.replace(f".{adapter}.", ".")] for name in model.parameters(adapter))
 
 
 def logprobs(model: Model, view: View, tokens: Tokens, temperature: float) -> np.ndarray:

@@ -158,7 +158,7 @@ class Served:
     name: str
     number: int
     version: int
-    digest: str
+    bits: str
     folder: Path | None
     probes: tuple[Probe, ...]
 
