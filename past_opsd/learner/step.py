@@ -20,7 +20,7 @@ from past_opsd.core.losses import Loss
 from past_opsd.core.nouns import Adapter, PastError, Term, View
 from past_opsd.learner import forks
 from past_opsd.learner.diagnostics import Log
-from past_opsd.learner.plan import Bundle, Weighted, plan
+from past_opsd.learner.plan import Bundle, Weighted, plan, pulls
 from past_opsd.policy import fused, packing
 from past_opsd.policy.model import TRAINABLE, Model
 
@@ -89,15 +89,15 @@ class Learner:
         self.steps[adapter] = 0
 
     def step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]:
-        """One optimizer step on the sum of the terms; no terms, no step, and nothing advances.
+        """One optimizer step on the sum of the terms; where none of them pulls, no step, and nothing advances.
 
         Returns the phase's diagnostics. Raises `NonFiniteError` before anything moved.
         """
-        if not terms:
-            return {f"{phase}/stepped": 0.0}
         stray = {t.live.adapter for t in terms} - {phase}
         if stray:
             raise ValueError(f"the {phase} step got live terms of {sorted(stray)}")
+        if not any(map(pulls, terms)):
+            return {f"{phase}/stepped": 0.0}  # AdamW would follow its momentum
         other: Adapter = "teacher" if phase == "student" else "student"
         with self.span(IDENTITY):
             frozen = self._model.fingerprint(other)

@@ -25,7 +25,7 @@ from past_opsd.core.files import whole, write_text
 from past_opsd.policy.model import Model
 
 PROFILED_CYCLE = 1  # the first one pays for warm-up
-FORWARDS = 8  # of every phase: as many decoding steps, or forwards of the training side with what follows each of them
+FORWARDS = 4  # of every phase: as many decoding steps, or forwards of the training side with what follows each of them
 
 
 class Clock:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import Quiet
 
-from past_opsd.run.folder import RunFolder
 from past_opsd.run import profiling
+from past_opsd.run.folder import RunFolder
 from past_opsd.run.profiling import PROFILED_CYCLE, Clock, Profile, totals, verdict
 from past_opsd.run.train import Session, train
 
@@ -60,8 +60,6 @@ def test_a_trace_is_bounded_by_forwards_however_long_the_phase(
         past.loop.cycle(0, profile.phase)
     wanted = {f"operations-00001-{phase}.json.gz" for phase in ("rollout", "adapt", "distill")}
     assert {p.name for p in tmp_path.iterdir()} == wanted
-        f"operations-00001-{x}.json.gz" for x in ("rollout", "adapt", "distill")
-    }
     layers = past.model.config.num_hidden_layers
     calls = operations(tmp_path / "operations-00001-rollout.json.gz").count("aten::scaled_dot_product_attention")
     # The prompts' forward and the first step stand before the second tick.
