@@ -288,6 +288,12 @@ class LearnerSection(Section):
         description="prompts that begin alike share that part's forward and backward where that pays; exact",
     )
     loss_memory_mib: int = Field(default=128, ge=1, description="memory for logits inside the loss")
+    importance_cap: float = Field(
+        default=2.0,
+        ge=0,
+        description="a policy gradient's tokens weigh min(p_trainer / p_engine, this), since two ways of computing "
+        "differ; 1 for all of them where the embedded engine samples in float32; 0 turns it off",
+    )
     student: OptimizerSection = Field(default=OptimizerSection(), description="the student's optimizer")
     teacher: OptimizerSection = Field(default=OptimizerSection(), description="the teacher's optimizer")
 

@@ -41,7 +41,7 @@ class Path:
 
 
 def pulls(term: Term) -> bool:
-    """Whether the term can have a gradient: neither its weight nor, of a policy gradient, its advantage is exactly 0."""
+    """Whether the term can have a gradient: neither its weight nor a policy gradient's advantage is exactly 0."""
     return term.weight != 0 and not (isinstance(term.loss, Advantaged) and term.loss.advantage == 0)
 
 

@@ -80,6 +80,7 @@ class Grpo(Method):
             tokens=attempt.response.tokens,
             loss=Reinforce(advantage),
             temperature=self._temperature,
+            sampled=attempt.response.logprobs,
         )
 
     def _stay(self, attempt: Attempt) -> Term:

@@ -185,6 +185,16 @@ class Network:
         lowest = torch.finfo(self.head.dtype).min  # eager attention adds its mask to the scores
         return torch.zeros_like(hidden, dtype=self.head.dtype).masked_fill_(hidden, lowest)
 
+    @contextmanager
+    def otherwise(self) -> Generator[None]:
+        """Inside, attention is another implementation: the same function, rounded otherwise."""
+        network, chosen = cast(Any, self.network), self.choice.attention
+        network.set_attn_implementation("sdpa" if chosen == "eager" else "eager")
+        try:
+            yield
+        finally:
+            network.set_attn_implementation(attention.NAME if chosen == "sdpa" else chosen)
+
     @property
     def attention_kinds(self) -> set[str]:
         """What the layers read: every earlier token, a window of them, or something else."""

@@ -152,8 +152,10 @@ def assemble(
     if verifier is None:
         verifier = config.plugin("verifier", recipe.verifier.name).build(recipe.verifier)
     method = config.plugin("method", recipe.method.name).build(recipe.method, prompts, recipe.rollout)
-    learner = Learner(model, recipe.learner, recipe.run.cycles)
-    around = nullcontext if getattr(engine, "own_weights", False) else model.gathered
+    apart = bool(getattr(engine, "own_weights", False))
+    drifts = apart or model.choice.dtype != "float32"
+    learner = Learner(model, recipe.learner, recipe.run.cycles, drifts)
+    around = nullcontext if apart else model.gathered
     lab = Lab(engine, cast(Verifier, verifier), world=world, around=around, tell=life.count)
     loop = Loop(
         recipe.run.seed, recipe.rollout, problems, prompts, method, lab, learner, model.max_context, recipe.run.cycles
