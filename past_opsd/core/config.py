@@ -333,11 +333,12 @@ class RunSection(Section):
 
 
 class DistributedSection(Section):
-    """Several processes, started by torchrun or accelerate launch; one process needs nothing of it."""
+    """Several processes, started by torchrun, accelerate launch or srun; one process needs nothing of it."""
 
-    shard: Literal["none", "full"] = Field(
+    shard: Literal["none", "full", "hybrid"] = Field(
         default="none",
-        description="'full' spreads the frozen base's blocks over the processes (FSDP2): less memory, more time",
+        description="'full' spreads the frozen base's blocks over the processes (FSDP2): less memory, more time; "
+        "'hybrid' over those of a machine, every machine with a copy: less between machines",
     )
     timeout_seconds: float = Field(
         default=3600.0, gt=0, description="a process that waits for the others for so long gives up"

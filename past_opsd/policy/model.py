@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import peft
 import safetensors.torch
@@ -37,6 +37,7 @@ from past_opsd.policy.pretrained import Choice, hardware, load_network, load_tok
 
 __all__ = ["TRAINABLE", "Model", "Network", "linear_targets", "load_tokenizer", "resolve"]
 
+Shard = Literal["none", "full", "hybrid"]
 TRAINABLE: tuple[Adapter, Adapter] = ("student", "teacher")
 # Floating-point operations a device could do in the time that one more segment of a shared row takes in a layer,
 # forward and backward. On a CPU about 0.4 ms were measured beside products at 60 GFLOP/s; for a GPU it is an estimate
@@ -248,7 +249,7 @@ class Network:
 class Model(Network):
     """The frozen base, its two adapters, their versions; and a separate frozen expert where the recipe names one."""
 
-    def __init__(self, section: ModelSection, seed: int = 0, world: World | None = None, shard: bool = False):
+    def __init__(self, section: ModelSection, seed: int = 0, world: World | None = None, shard: Shard = "none"):
         self.section = section
         self.world = world or World()
         self.tokenizer = load_tokenizer(section)
@@ -269,8 +270,8 @@ class Model(Network):
         self._base_digest: str | None = None
         self._shards: list[Any] = []
         self.activate("base")
-        if shard and not self.world.alone:
-            self._shard()
+        if shard != "none" and not self.world.alone:
+            self._shard(shard)
 
     @property
     def stops(self) -> frozenset[int]:
@@ -284,19 +285,20 @@ class Model(Network):
         """Whether a forward exchanges weights, so that all ranks must make the same ones."""
         return bool(self._shards)
 
-    def _shard(self) -> None:
+    def _shard(self, shard: Shard) -> None:
         """Spread the blocks' frozen weights over the ranks. Embeddings, norm and head, which the losses read, stay."""
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import DTensor
 
         if "ignored_params" not in inspect.signature(fully_shard).parameters:
-            raise PastError(f"distributed.shard = 'full' needs a newer torch than {torch.__version__}; 2.13 is tested")
+            raise PastError(
+                f"distributed.shard = '{shard}' needs a newer torch than {torch.__version__}; 2.13 is tested"
+            )
         self._base_digest = self.digest_base()
         _ = self.shares_prompts  # tried on the whole base
         layers = self.config.get_text_config().num_hidden_layers
         stacks = [m for m in self.network.modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
-        mesh = init_device_mesh(self.device.type, (self.world.size,))
+        mesh = self._mesh(shard)
         adapters = {parameter for name in TRAINABLE for parameter in self._parameters[name].values()}
         blocks = list(stacks[0])
         for block in blocks:
@@ -305,6 +307,20 @@ class Model(Network):
         whole = {parameter for parameter in backbone.parameters() if not isinstance(parameter, DTensor)}
         fully_shard(backbone, mesh=mesh, ignored_params=whole)
         self._shards = blocks
+
+    def _mesh(self, shard: Shard) -> Any:
+        """All ranks in a row, or for 'hybrid' a row for each machine: its ranks share the weights."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        size, local = self.world.size, self.world.local_size
+        if shard == "full" or size == local:
+            return init_device_mesh(self.device.type, (size,))
+        if size % local or self.world.rank % local != self.world.local_rank:
+            raise PastError(
+                "distributed.shard = 'hybrid' needs as many processes on every machine, numbered machine by machine "
+                "(srun --distribution=block); else use 'full'"
+            )
+        return init_device_mesh(self.device.type, (size // local, local), mesh_dim_names=("copy", "shard"))
 
     @contextmanager
     def gathered(self) -> Generator[None]:
