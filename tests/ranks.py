@@ -44,14 +44,18 @@ class Launcher:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(), text=True
         )
 
-    def __call__(self, size: int, *words: str, fault: dict[str, Any] | None = None) -> Ended:
-        """`past words...`, or a script and its words, in `size` processes; `fault`: what goes wrong, see `_plant`."""
+    def __call__(self, size: int, *words: str, fault: dict[str, Any] | None = None, local: int | None = None) -> Ended:
+        """`past words...`, or a script and its words, in `size` processes; `fault`: what goes wrong, see `_plant`.
+
+        `local` is how many of them count as on one machine; by default all.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._count += 1
         log = self._folder / f"launch-{self._count}"
         log.mkdir()
         order: dict[str, Any] = {"size": size, "words": [str(w) for w in words], "fault": fault or {}}
+        order["local"] = local or size
         order |= {"log": str(log), "environment": _environment()}
         print(json.dumps(order), file=self._process.stdin, flush=True)
         answer = json.loads(self._process.stdout.readline())
@@ -118,8 +122,9 @@ def _fork(order: dict[str, Any], rank: int, port: int) -> int:
         return pid
     code = 70
     try:
-        size = str(order["size"])
-        names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        size, local = order["size"], order["local"]
+        names = {"RANK": str(rank), "LOCAL_RANK": str(rank % local)}
+        names |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local)}
         os.environ |= order["environment"] | names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         for number, kind in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{order['log']}/{rank}.{kind}", os.O_WRONLY | os.O_CREAT), number)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
+import yaml
 from nbclient import NotebookClient
 
-from past_opsd.core import own
-from past_opsd.interface.cli import main
+from past_opsd.core import config, own
+from past_opsd.interface.cli import build_parser, main
 from past_opsd.run.folder import RunFolder
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -22,6 +26,28 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> None:
     """As `python examples/NAME words...`, in this process: the script is `__main__` while it runs."""
     monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def settings(words: list[str]) -> config.Recipe:
+    """What `past train` makes of a command line."""
+    args = build_parser(words[0]).parse_args(words)
+    return config.load(args.recipe, args.overrides)
+
+
+def test_what_a_cluster_is_given_is_what_past_train_takes(tmp_path: Path):
+    """The job's script with an `srun` that shows what it was asked to start; the file of Docker's by its words."""
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    job = ["bash", str(EXAMPLES / "cluster" / "train.sbatch"), "embedded/past", "out", "--set", "run.cycles=7"]
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    told = subprocess.run(job, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=True).stdout
+    option, program, *words = told.splitlines()
+    assert (option, program) == ("--distribution=block", "past")
+    recipe = settings(words)
+    assert (recipe.name, recipe.run.cycles, recipe.distributed.shard) == ("embedded/past", 7, "hybrid")
+    service = yaml.safe_load((EXAMPLES / "cluster" / "compose.yaml").read_text())["services"]["train"]
+    assert service["entrypoint"][-2:] == ["-m", "past_opsd"]
+    assert settings([re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in service["command"]]).name
 
 
 def test_a_loss_by_hand(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -292,6 +292,12 @@ class LearnerSection(Section):
         description="prompts that begin alike share that part's forward and backward where that pays; exact",
     )
     loss_memory_mib: int = Field(default=128, ge=1, description="memory for logits inside the loss")
+    importance_cap: float = Field(
+        default=2.0,
+        ge=0,
+        description="a policy gradient's tokens weigh min(p_trainer / p_engine, this), since two ways of computing "
+        "differ; 1 for all of them where the embedded engine samples in float32; 0 turns it off",
+    )
     student: OptimizerSection = Field(default=OptimizerSection(), description="the student's optimizer")
     teacher: OptimizerSection = Field(default=OptimizerSection(), description="the teacher's optimizer")
 
@@ -331,11 +337,12 @@ class RunSection(Section):
 
 
 class DistributedSection(Section):
-    """Several processes, started by torchrun or accelerate launch; one process needs nothing of it."""
+    """Several processes, started by torchrun, accelerate launch or srun; one process needs nothing of it."""
 
-    shard: Literal["none", "full"] = Field(
+    shard: Literal["none", "full", "hybrid"] = Field(
         default="none",
-        description="'full' spreads the frozen base's blocks over the processes (FSDP2): less memory, more time",
+        description="'full' spreads the frozen base's blocks over the processes (FSDP2): less memory, more time; "
+        "'hybrid' over those of a machine, every machine with a copy: less between machines",
     )
     timeout_seconds: float = Field(
         default=3600.0, gt=0, description="a process that waits for the others for so long gives up"

@@ -167,7 +167,8 @@ class Term:
     step a snapshot, the old policy and the live one are the same function when the loss is taken.
     Both views' logits are divided by `temperature`. The mean is over the tokens from `start` on: those before it are
     read, not supervised. With `forks` the summands at the response's forks are weighed, the others stay as they are:
-    1/T sum_t w_t loss_t.
+    1/T sum_t w_t loss_t. `sampled` are the log-probabilities with which an engine drew the tokens at that temperature:
+    where its arithmetic is not the trainer's, a policy gradient is corrected for it.
     """
 
     name: str
@@ -179,6 +180,7 @@ class Term:
     temperature: float = 1.0
     forks: Forks | None = None
     start: int = 0
+    sampled: tuple[float, ...] = ()
 
     @property
     def supervised(self) -> int:

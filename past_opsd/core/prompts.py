@@ -68,6 +68,25 @@ def fill(template: str, fields: Mapping[str, str]) -> str:
     return _FIELD.sub(lambda match: fields[match[1]], template)
 
 
+def turns(section: PromptsSection, role: str) -> list[dict[str, str]]:
+    """The examples that a role reads, as messages of a chat."""
+    found: list[dict[str, str]] = []
+    for number, example in enumerate(section.examples, 1):
+        if example.roles is not None and role not in example.roles:
+            continue
+        fields: dict[str, str | None] = {name: example.__dict__[name] for name in ALLOWED[role]}
+        missing = [name for name, value in fields.items() if value is None]
+        if example.user is None and missing:
+            raise PastError(
+                f"example {number} of prompts.examples has no '{min(missing)}', which prompts.{role} shows; give it, "
+                "or name in its 'roles' those that read it"
+            )
+        given = {name: value for name, value in fields.items() if value is not None}
+        asked = fill(section.__dict__[role], given) if example.user is None else example.user
+        found += [{"role": "user", "content": asked}, {"role": "assistant", "content": example.assistant}]
+    return found
+
+
 class Prompts:
     """The recipe's templates bound to a tokenizer."""
 
@@ -87,7 +106,7 @@ class Prompts:
             )
         self._tokenizer = tokenizer
         self._section = section
-        self._examples = {role: self._turns(role) for role in ALLOWED if section.__dict__[role]}
+        self._examples = {role: turns(section, role) for role in ALLOWED if section.__dict__[role]}
         self._rendered: dict[tuple[str, str], Tokens] | None = None
 
     @contextmanager
@@ -216,24 +235,6 @@ class Prompts:
 
     def _write(self, role: str, kwargs: Mapping[str, Any], content: str) -> Tokens:
         return self.encode(self._text(role, kwargs, content))
-
-    def _turns(self, role: str) -> list[dict[str, str]]:
-        """The examples that a role reads, as messages of a chat."""
-        turns: list[dict[str, str]] = []
-        for number, example in enumerate(self._section.examples, 1):
-            if example.roles is not None and role not in example.roles:
-                continue
-            fields: dict[str, str | None] = {name: example.__dict__[name] for name in ALLOWED[role]}
-            missing = [name for name, value in fields.items() if value is None]
-            if example.user is None and missing:
-                raise PastError(
-                    f"example {number} of prompts.examples has no '{min(missing)}', which prompts.{role} shows; give "
-                    "it, or name in its 'roles' those that read it"
-                )
-            given = {name: value for name, value in fields.items() if value is not None}
-            asked = fill(self._section.__dict__[role], given) if example.user is None else example.user
-            turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": example.assistant}]
-        return turns
 
     def _text(self, role: str, kwargs: Mapping[str, Any], content: str) -> str:
         message = [*self._examples[role], {"role": "user", "content": content}]

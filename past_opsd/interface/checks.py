@@ -207,7 +207,7 @@ def made_attempt(session: Session, problem: Problem, words: Problem | None = Non
     source = words or problem
     text = source.solution or source.answer
     tokens = session.loop.prompts.completion(text)
-    response = Response(tokens, text, (0.0,) * len(tokens), True)
+    response = Response(tokens, text, (), True)
     view = View("student", session.loop.prompts.student(problem))
     return Attempt(problem, view, response, Verdict(correct, "correct" if correct else "wrong"))
 
@@ -375,7 +375,7 @@ def made_terms(session: Session, problem: Problem, other: Problem) -> dict[Adapt
 
 def _cut(attempt: Attempt) -> Attempt:
     tokens = attempt.response.tokens[:LONGEST]
-    return replace(attempt, response=replace(attempt.response, tokens=tokens, logprobs=(0.0,) * len(tokens)))
+    return replace(attempt, response=replace(attempt.response, tokens=tokens))
 
 
 def losses_of(terms: Iterable[Term]) -> list[tuple[Callable[..., Any], bool, float]]:

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain
 
 from past_opsd import __version__
-from past_opsd.core import life
+from past_opsd.core import launch, life
 from past_opsd.core.nouns import PastError
 from past_opsd.interface import arguments, commands
 from past_opsd.interface.commands import printable
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     args.words = words
     try:
+        launch.settle()
         if words[0] not in SEVERAL and _several():
             return 2
         with life.beating(words):

@@ -66,6 +66,15 @@ class Log:
                     column = torch.cat([found[key][span] for span in spans])
                     sums[i] += float((column if i == 0 else column**2).sum())
 
+    def add_importance(
+        self, lengths: Sequence[int], factors: Mapping[str, Tensor], starts: Mapping[str, Sequence[int]], cap: float
+    ) -> None:
+        """Of a loss call's terms that are corrected for the engine: the mean factor, and the share held by the cap."""
+        for name, factor in factors.items():
+            spans = _spans(lengths, starts[name])
+            self._mean(f"{name}/importance", _means(factor, spans))
+            self._mean(f"{name}/importance_capped", _means((factor >= cap).to(factor.dtype), spans))
+
     def _ride(
         self, host: str, name: str, spans: tuple[Sequence[slice], Sequence[slice]], job: Job, other: Job, values: Tensor
     ) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from past_opsd.core.losses import Reduction, token_weights
+from past_opsd.core.losses import Advantaged, Reduction, token_weights
 from past_opsd.core.nouns import Adapter, Term, Tokens, View
 from past_opsd.policy import packing
 from past_opsd.policy.distributed import balance
@@ -40,8 +40,13 @@ class Path:
         return dict(found)
 
 
+def pulls(term: Term) -> bool:
+    """Whether the term can have a gradient: neither its weight nor a policy gradient's advantage is exactly 0."""
+    return term.weight != 0 and not (isinstance(term.loss, Advantaged) and term.loss.advantage == 0)
+
+
 def gather_paths(terms: Sequence[Term], reduction: Reduction) -> list[Path]:
-    """Terms grouped by live forward, with the per-token weights of the chosen reduction."""
+    """Terms grouped by live forward, with the per-token weights of the chosen reduction; weight 0 is left out."""
     weights: list[float] = [0.0] * len(terms)
     names: dict[str, list[int]] = defaultdict(list)
     for i, term in enumerate(terms):
@@ -57,6 +62,8 @@ def gather_paths(terms: Sequence[Term], reduction: Reduction) -> list[Path]:
         # The same response drawn twice is two paths: the n-th term of a name belongs to the n-th of them.
         copy = seen[term.live, term.tokens, term.name]
         seen[term.live, term.tokens, term.name] += 1
+        if weight == 0:
+            continue
         path = paths.setdefault((term.live, term.tokens, copy), Path(term.live, term.tokens))
         path.terms.append((term, weight))
     return list(paths.values())

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -19,10 +20,11 @@ from past_opsd.core.losses import Loss
 from past_opsd.core.nouns import Adapter, PastError, Term, View
 from past_opsd.learner import forks
 from past_opsd.learner.diagnostics import Log
-from past_opsd.learner.plan import Bundle, Weighted, plan
+from past_opsd.learner.plan import Bundle, Weighted, plan, pulls
 from past_opsd.policy import fused, packing
 from past_opsd.policy.model import TRAINABLE, Model
 
+IDENTITY = "identity"
 Member = tuple[slice, View | None, list[Weighted]]
 """A sequence in a loss call: where it stands in the micro-batch's live states, the frozen view it reads, its terms."""
 
@@ -46,16 +48,20 @@ def learning_rate(section: OptimizerSection, step: int, total: int) -> float:
 class Learner:
     """Two adapters, two optimizers, two step counters; one step per call."""
 
-    def __init__(self, model: Model, section: LearnerSection, total_steps: int):
+    def __init__(self, model: Model, section: LearnerSection, total_steps: int, drifts: bool = False):
+        """`drifts`: the engine's log-probabilities are not those of the trainer's arithmetic."""
         # Now, not after the first rollouts.
         self.implementation: fused.Implementation
         self.implementation, self.note = fused.settle(section.implementation, model.head.device)
         self._model = model
         self._section = section
         self._total = total_steps
+        self._cap = section.importance_cap if drifts else 0.0
         self._sections: dict[Adapter, OptimizerSection] = {"student": section.student, "teacher": section.teacher}
         self.optimizers = {a: self._optimizer(a) for a in TRAINABLE}
         self.steps: dict[Adapter, int] = {"student": 0, "teacher": 0}
+        self.span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+        """Entered around the checks of which adapter moved, so that their time is told apart."""
 
     def _optimizer(self, adapter: Adapter) -> torch.optim.AdamW:
         section = self._sections[adapter]
@@ -87,17 +93,18 @@ class Learner:
         self.steps[adapter] = 0
 
     def step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]:
-        """One optimizer step on the sum of the terms; no terms, no step, and nothing advances.
+        """One optimizer step on the sum of the terms; where none of them pulls, no step, and nothing advances.
 
         Returns the phase's diagnostics. Raises `NonFiniteError` before anything moved.
         """
-        if not terms:
-            return {f"{phase}/stepped": 0.0}
         stray = {t.live.adapter for t in terms} - {phase}
         if stray:
             raise ValueError(f"the {phase} step got live terms of {sorted(stray)}")
+        if not any(map(pulls, terms)):
+            return {f"{phase}/stepped": 0.0}  # AdamW would follow its momentum
         other: Adapter = "teacher" if phase == "student" else "student"
-        frozen = self._model.digest(other)
+        with self.span(IDENTITY):
+            frozen = self._model.fingerprint(other)
         optimizer = self.optimizers[phase]
         try:
             with self._model.training(phase):
@@ -111,10 +118,11 @@ class Learner:
             optimizer.zero_grad(set_to_none=True)
         self.steps[phase] += 1
         self._model.bump(phase)
-        if self._model.digest(other) != frozen:
-            raise RuntimeError(f"the {other} adapter moved during the {phase} step")
-        if not self._model.world.alone:
-            self._model.world.agree(f"{phase} adapter after a step", self._model.digest(phase))
+        with self.span(IDENTITY):
+            if self._model.fingerprint(other) != frozen:
+                raise RuntimeError(f"the {other} adapter moved during the {phase} step")
+            if not self._model.world.alone:
+                self._model.world.agree(f"{phase} adapter after a step", self._model.fingerprint(phase))
         metrics = {f"{phase}/{key}": value for key, value in log.summary().items()}
         extra = {"stepped": 1.0, "grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], "nonfinite": log.nonfinite}
         return metrics | {f"{phase}/{key}": value for key, value in extra.items()}
@@ -219,13 +227,13 @@ class Learner:
     ) -> Tensor:
         """d(sum of weighted losses)/d(live hidden states), [sum T, H]; sequences with the same losses make one call."""
         grad = torch.zeros_like(live, dtype=torch.float32)
-        calls: dict[tuple[float, bool, bool, tuple[tuple[str, str], ...]], list[Member]] = defaultdict(list)
+        calls: dict[tuple[float, bool, bool, tuple[tuple[str, str, bool], ...]], list[Member]] = defaultdict(list)
         start = 0
         for path in (path for item in chosen for path in item.paths):
             span = slice(start, start + len(path.tokens))
             start = span.stop
             for (view, temperature), terms in path.by_frozen().items():
-                losses = tuple(sorted((t.name, Loss.of(t.loss).key) for t, _ in terms))
+                losses = tuple(sorted((t.name, Loss.of(t.loss).key, bool(t.sampled)) for t, _ in terms))
                 expert = view is not None and view.adapter == "expert"
                 calls[temperature, expert, view is None, losses].append((span, view, terms))
         for (temperature, *_), members in calls.items():
@@ -267,8 +275,13 @@ class Learner:
                 budget_bytes=self._section.loss_memory_mib << 20,
             )
 
-        if any(term.forks for terms in sequences for term, _ in terms):
-            jobs = weigh_forks(jobs, sequences, run(None, []).live["entropy"])
+        forked = any(term.forks for terms in sequences for term, _ in terms)
+        drifted = self._cap > 0 and any(term.sampled for terms in sequences for term, _ in terms)
+        before = run(None, []).live if forked or drifted else {}
+        if forked:
+            jobs = weigh_forks(jobs, sequences, before["entropy"])
+        factors = importance(sequences, before["token_logp"], self._cap) if drifted else {}
+        jobs |= {name: replace(jobs[name], weight=jobs[name].weight * factor) for name, factor in factors.items()}
         result = run(torch.cat(views) if views else None, list(jobs.values()))
         for name, values in zip(jobs, result.values, strict=True):
             if not bool(torch.isfinite(values).all()):
@@ -277,6 +290,7 @@ class Learner:
             raise NonFiniteError(_message(phase, " + ".join(jobs), "gradient", result.grad))
         starts = {name: [t.start for _, _, terms in members for t, _ in terms if t.name == name] for name in jobs}
         log.add(lengths, jobs, result, starts)
+        log.add_importance(lengths, factors, starts, self._cap)
         grad.index_add_(0, index, result.grad.float())
 
     def _clip(self, phase: Adapter) -> float:
@@ -320,6 +334,19 @@ def weigh_forks(
         factor = torch.ones_like(entropy)
         factor[supervised] = forks.weights(entropy[supervised], [t.supervised for t in own], [t.forks for t in own])
         found[name] = replace(job, weight=job.weight * factor)
+    return found
+
+
+def importance(sequences: Sequence[Sequence[Weighted]], logp: Tensor, cap: float) -> dict[str, Tensor]:
+    """By name, what a term's positions [T] weigh where its tokens were drawn with other log-probabilities than these.
+
+    min(exp(logp - sampled), cap), held constant; `logp` [T] is the live view's of the tokens.
+    """
+    found: dict[str, Tensor] = {}
+    for name in dict.fromkeys(t.name for t, _ in sequences[0] if t.sampled):
+        own = [next(t for t, _ in terms if t.name == name) for terms in sequences]
+        sampled = torch.tensor([value for t in own for value in t.sampled], dtype=logp.dtype, device=logp.device)
+        found[name] = torch.exp(logp - sampled).clamp(max=cap)
     return found
 
 

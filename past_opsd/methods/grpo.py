@@ -54,7 +54,7 @@ class Grpo(Method):
         return len({a.verdict.correct for a in group}) > 1
 
     def student_terms(self, batch: Batch) -> list[Term]:
-        """[eq:grpo-objective] over all groups; no terms where no group has spread and nothing else pulls."""
+        """[eq:grpo-objective] over all groups."""
         groups = by_problem(batch.attempts)
         wins = [sum(a.verdict.correct for a in group) / len(group) for group in groups]
         self._shares = {
@@ -62,15 +62,13 @@ class Grpo(Method):
             "group/all_success": _share([w == 1 for w in wins]),
             "group/all_failure": _share([w == 0 for w in wins]),
         }
-        if not self._options.beta and not self._shares["group/mixed"]:
-            return []
         return mean(terms for group in groups for terms in self._group(group))
 
     def _group(self, group: Sequence[Attempt]) -> list[list[Term]]:
         """The terms of each response."""
         advantages = group_advantages([a.verdict.correct for a in group], self._options.advantage_eps)
         return [
-            [self._reinforce(attempt, advantage), *self._stay(attempt)]
+            [self._reinforce(attempt, advantage), *scale(self._options.beta, [self._stay(attempt)])]
             for attempt, advantage in zip(group, advantages, strict=True)
         ]
 
@@ -82,13 +80,12 @@ class Grpo(Method):
             tokens=attempt.response.tokens,
             loss=Reinforce(advantage),
             temperature=self._temperature,
+            sampled=attempt.response.logprobs,
         )
 
-    def _stay(self, attempt: Attempt) -> list[Term]:
-        """The optional penalty, on every response whatever its outcome."""
-        if not self._options.beta:
-            return []
-        term = Term(
+    def _stay(self, attempt: Attempt) -> Term:
+        """The penalty, on every response whatever its outcome."""
+        return Term(
             "stay",
             live=attempt.view,
             frozen=View("base", attempt.view.prompt),
@@ -96,7 +93,6 @@ class Grpo(Method):
             loss=Stay(),
             temperature=self._temperature,
         )
-        return scale(self._options.beta, [term])
 
     def metrics(self) -> dict[str, float]:
         return dict(self._shares)

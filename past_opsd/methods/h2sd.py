@@ -197,6 +197,7 @@ class H2sd(Method):
             tokens=attempt.response.tokens,
             loss=ModulatedReinforce(advantage, self.strength, self._o.width),
             temperature=self._rollout.student.temperature,
+            sampled=attempt.response.logprobs,
         )
 
     def _distill(self, attempt: Attempt) -> Term:
@@ -211,6 +212,7 @@ class H2sd(Method):
             tokens=attempt.response.tokens,
             loss=Reinforce(advantage),
             temperature=self._rollout.student.temperature,
+            sampled=attempt.response.logprobs,
         )
 
     def end_cycle(self, groups: Sequence[Group]) -> None:

@@ -192,6 +192,7 @@ class Past(Method):
                     tokens=c.response.tokens,
                     loss=Reinforce(advantage),
                     temperature=self._teacher_temperature,
+                    sampled=c.response.logprobs,
                 )
             ]
             for c, advantage in zip(group.continuations, advantages, strict=True)

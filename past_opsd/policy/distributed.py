@@ -1,8 +1,9 @@
 """Several processes as one run: who this one is, what all of them know, and how all of them end.
 
-`torchrun`, `accelerate launch` and `srun` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The adapters
-are replicated, so data parallelism is adding up their gradients once a step, in one buffer; plain objects (sampled ids,
-verdicts, logs) go over gloo, tensors on GPUs over nccl. A world of one does nothing anywhere.
+`torchrun` and `accelerate launch` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; `core/launch.py` makes
+them of what `srun` sets. The adapters are replicated, so data parallelism is adding up their gradients once a step, in
+one buffer; plain objects (sampled ids, verdicts, logs) go over gloo, tensors on GPUs over nccl. A world of one does
+nothing anywhere.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 
+from past_opsd.core import launch
 from past_opsd.core.nouns import PastError
 
 T = TypeVar("T")
@@ -162,6 +164,7 @@ def joined(advice: Callable[[], str] = lambda: "") -> Generator[World]:
 
 def join(advice: Callable[[], str] = lambda: "") -> World:
     """The world that the environment describes, once every process is there; a process joins once."""
+    launch.settle()
     size = _variable("WORLD_SIZE", 1)
     if size == 1:
         return World()
@@ -205,8 +208,8 @@ def _meet(size: int) -> tuple[Any, int]:
         store.wait([f"joined/{other}" for other in range(size)])
     except (RuntimeError, ValueError) as error:
         raise PastError(
-            f"WORLD_SIZE is {size}, but the processes cannot find each other ({error}); start them with torchrun or "
-            "'accelerate launch', or unset WORLD_SIZE for one process"
+            f"WORLD_SIZE is {size}, but the processes cannot find each other ({error}); start them with torchrun, "
+            "'accelerate launch' or srun, or unset WORLD_SIZE for one process"
         ) from None
     return store, rank
 

@@ -23,6 +23,7 @@ from past_opsd.core.config import Recipe
 from past_opsd.core.nouns import PastError
 
 GIB = 2**30
+MACHINE = 8  # GPUs of a machine, over which distributed.shard = 'hybrid' spreads the base
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Dense half-precision operations and bytes a second, bytes of memory: data sheets, nothing measured here.
 GPUS = {
@@ -137,7 +138,8 @@ def memory(
     Rollouts and training do not overlap, so the larger one counts; servers take rollouts elsewhere.
     """
     width = BYTES[dtype]
-    sharded = processes > 1 and recipe.distributed.shard == "full"
+    sharded = processes > 1 and recipe.distributed.shard != "none"
+    parts = min(processes, MACHINE) if recipe.distributed.shard == "hybrid" else processes
     training = _training(recipe, shape, load, width, checkpointing)
     if processes > 1:
         training += 4 * shape.lora(recipe.model.lora.rank)  # the buffer in which gradients are added up
@@ -147,7 +149,7 @@ def memory(
     if config.ask_engine(recipe).elsewhere:
         sampling = 0
     moment = {"rollouts": sampling} if sampling > training else {"activations and loss": training}
-    blocks = -(-shape.body // processes) if sharded else shape.body
+    blocks = -(-shape.body // parts) if sharded else shape.body
     return {
         "base weights": (blocks + shape.parameters - shape.body) * width,
         "two adapters, two AdamW states": 2 * 3 * 4 * shape.lora(recipe.model.lora.rank),

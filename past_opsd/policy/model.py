@@ -10,13 +10,13 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import peft
 import safetensors.torch
@@ -33,10 +33,12 @@ from past_opsd.core.nouns import Adapter, PastError, View
 from past_opsd.core.reading import is_list
 from past_opsd.policy import attention, fused, packing
 from past_opsd.policy.distributed import World
+from past_opsd.policy.fingerprint import fingerprint
 from past_opsd.policy.pretrained import Choice, hardware, load_network, load_tokenizer, resolve
 
 __all__ = ["TRAINABLE", "Model", "Network", "linear_targets", "load_tokenizer", "resolve"]
 
+Shard = Literal["none", "full", "hybrid"]
 TRAINABLE: tuple[Adapter, Adapter] = ("student", "teacher")
 # Floating-point operations a device could do in the time that one more segment of a shared row takes in a layer,
 # forward and backward. On a CPU about 0.4 ms were measured beside products at 60 GFLOP/s; for a GPU it is an estimate
@@ -138,6 +140,8 @@ class Network:
             cast(Any, self.network).set_attn_implementation(attention.NAME)
         self.device = cast(Any, self.network).get_input_embeddings().weight.device
         self._scale = self._logit_scale(path)
+        self.tick: Callable[[], None] = lambda: None
+        """Called before every forward of the training side and every decoding step: for a profiler."""
         self._prove(path)
 
     def _logit_scale(self, path: str) -> float:
@@ -196,6 +200,7 @@ class Network:
         return self._run(packing.shared(paths, sizes, self.worth) if together else packing.plain(paths))
 
     def _run(self, packed: packing.Packed) -> Tensor:
+        self.tick()
         if packed.mask is not None:
             arguments: dict[str, Any] = {"attention_mask": packed.mask.to(self.device)}
         else:
@@ -212,6 +217,16 @@ class Network:
         hidden = ~packing.dense(packed.segments, width).to(self.device)
         lowest = torch.finfo(self.head.dtype).min  # eager attention adds its mask to the scores
         return torch.zeros_like(hidden, dtype=self.head.dtype).masked_fill_(hidden, lowest)
+
+    @contextmanager
+    def otherwise(self) -> Generator[None]:
+        """Inside, attention is another implementation: the same function, rounded otherwise."""
+        network, chosen = cast(Any, self.network), self.choice.attention
+        network.set_attn_implementation("sdpa" if chosen == "eager" else "eager")
+        try:
+            yield
+        finally:
+            network.set_attn_implementation(attention.NAME if chosen == "sdpa" else chosen)
 
     @property
     def attention_kinds(self) -> set[str]:
@@ -266,7 +281,7 @@ class Network:
 class Model(Network):
     """The frozen base, its two adapters, their versions; and a separate frozen expert where the recipe names one."""
 
-    def __init__(self, section: ModelSection, seed: int = 0, world: World | None = None, shard: bool = False):
+    def __init__(self, section: ModelSection, seed: int = 0, world: World | None = None, shard: Shard = "none"):
         self.section = section
         self.world = world or World()
         self.tokenizer = load_tokenizer(section)
@@ -290,8 +305,8 @@ class Model(Network):
         self._base_digest: str | None = None
         self._shards: list[Any] = []
         self.activate("base")
-        if shard and not self.world.alone:
-            self._shard()
+        if shard != "none" and not self.world.alone:
+            self._shard(shard)
 
     @property
     def stops(self) -> frozenset[int]:
@@ -305,19 +320,20 @@ class Model(Network):
         """Whether a forward exchanges weights, so that all ranks must make the same ones."""
         return bool(self._shards)
 
-    def _shard(self) -> None:
+    def _shard(self, shard: Shard) -> None:
         """Spread the blocks' frozen weights over the ranks. Embeddings, norm and head, which the losses read, stay."""
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import DTensor
 
         if "ignored_params" not in inspect.signature(fully_shard).parameters:
-            raise PastError(f"distributed.shard = 'full' needs a newer torch than {torch.__version__}; 2.13 is tested")
+            raise PastError(
+                f"distributed.shard = '{shard}' needs a newer torch than {torch.__version__}; 2.13 is tested"
+            )
         self._base_digest = self.digest_base()
         _ = self.shares_prompts  # tried on the whole base
         layers = self.config.get_text_config().num_hidden_layers
         stacks = [m for m in self.network.modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
-        mesh = init_device_mesh(self.device.type, (self.world.size,))
+        mesh = self._mesh(shard)
         adapters = {parameter for name in TRAINABLE for parameter in self._parameters[name].values()}
         blocks = list(stacks[0])
         for block in blocks:
@@ -326,6 +342,20 @@ class Model(Network):
         whole = {parameter for parameter in backbone.parameters() if not isinstance(parameter, DTensor)}
         fully_shard(backbone, mesh=mesh, ignored_params=whole)
         self._shards = blocks
+
+    def _mesh(self, shard: Shard) -> Any:
+        """All ranks in a row, or for 'hybrid' a row for each machine: its ranks share the weights."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        size, local = self.world.size, self.world.local_size
+        if shard == "full" or size == local:
+            return init_device_mesh(self.device.type, (size,))
+        if size % local or self.world.rank % local != self.world.local_rank:
+            raise PastError(
+                "distributed.shard = 'hybrid' needs as many processes on every machine, numbered machine by machine "
+                "(srun --distribution=block); else use 'full'"
+            )
+        return init_device_mesh(self.device.type, (size // local, local), mesh_dim_names=("copy", "shard"))
 
     @contextmanager
     def gathered(self) -> Generator[None]:
@@ -466,6 +496,10 @@ class Model(Network):
         """Versions as a checkpoint recorded them; anything made from the weights before is forgotten."""
         self.versions.update(versions)
         self._folded = None
+
+    def fingerprint(self, adapter: Adapter) -> str:
+        """Whether an adapter is what it was, cheaply: for every step."""
+        return fingerprint(self._parameters[adapter].values())
 
     def digest(self, adapter: Adapter) -> str:
         """A hash of an adapter's bytes."""

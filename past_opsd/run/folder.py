@@ -121,8 +121,8 @@ LAYOUT = (
     ),
     Entry(
         PROFILE,
-        r"phases\.json|trace\.json|operations-[0-9]+\.json\.gz",
-        "phases.json, trace.json, operations-00001.json.gz",
+        r"phases\.json|trace\.json|operations-[0-9]+(?:-[a-z]+)?\.json\.gz",
+        "phases.json, trace.json, operations-00001-adapt.json.gz",
         "where the time goes",
         "`past train --profile`",
     ),

@@ -1,8 +1,10 @@
 """Where a run's time goes: seconds by phase, and on request a trace that chrome://tracing or Perfetto shows.
 
-phases.json                 seconds and share of every phase
-trace.json                  the phases of every cycle on a time line
-operations-00001.json.gz    every operation of one cycle, by torch's profiler
+phases.json                         seconds and share of every phase
+trace.json                          the phases of every cycle on a time line
+operations-00001-adapt.json.gz      the operations of the first few forwards of a phase, by torch's profiler
+
+A phase of a real model makes millions of operations, and their trace would be gigabytes; its forwards are all alike.
 """
 
 from __future__ import annotations
@@ -13,16 +15,17 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from past_opsd.core.files import whole, write_text
+from past_opsd.policy.model import Model
 
 PROFILED_CYCLE = 1  # the first one pays for warm-up
+FORWARDS = 4  # of every phase: as many decoding steps, or forwards of the training side with what follows each of them
 
 
 class Clock:
@@ -78,24 +81,59 @@ class Clock:
 
 
 class Profile:
-    """Writes what a clock measured into a folder."""
+    """Writes what a clock measured into a folder, and the operations of some of one cycle's forwards."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, model: Model, skip: Sequence[str] = ()):
         self._folder = folder
-
-    def operations(self, cycle: int) -> Any:
-        """A context that traces every operation of the profiled cycle, and does nothing around the others."""
-        return self._trace(cycle) if cycle == PROFILED_CYCLE else nullcontext()
+        self._model = model
+        self._skip = skip
+        self._cycle: int | None = None
+        self._name = ""
+        self._forwards = FORWARDS
+        self._traces: dict[str, profile] = {}
+        self._running: profile | None = None
 
     @contextmanager
-    def _trace(self, cycle: int) -> Generator[None]:
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        with profile(activities=activities) as tracer:
+    def operations(self, cycle: int) -> Generator[None]:
+        """Around a cycle: the profiled one is traced, phase by phase but for those to skip, and written at its end."""
+        if cycle != PROFILED_CYCLE:
             yield
-        file = self._folder / f"operations-{cycle:05d}.json.gz"
-        with tempfile.TemporaryDirectory(prefix="past-profile-") as scratch, whole(file) as part:
-            tracer.export_chrome_trace(f"{scratch}/{file.name}")  # it compresses by the name's ending
-            shutil.copyfile(f"{scratch}/{file.name}", part)
+            return
+        self._cycle = cycle
+        self._model.tick = self._forward
+        try:
+            yield
+        finally:
+            self._model.tick = lambda: None
+            self._cycle = None
+            self._stop()
+        for name, trace in self._traces.items():
+            file = self._folder / f"operations-{cycle:05d}-{name}.json.gz"
+            with tempfile.TemporaryDirectory(prefix="past-profile-") as scratch, whole(file) as part:
+                trace.export_chrome_trace(f"{scratch}/{file.name}")  # it compresses by the name's ending
+                shutil.copyfile(f"{scratch}/{file.name}", part)
+        self._traces.clear()
+
+    def phase(self, name: str) -> None:
+        """A phase begins: its first forward starts a trace."""
+        self._stop()
+        self._name = name
+        self._forwards = FORWARDS if self._cycle is None or name in self._skip else 0
+
+    def _forward(self) -> None:
+        if self._forwards == FORWARDS:
+            self._stop()
+            return
+        if self._forwards == 0:
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+            self._running = self._traces[self._name] = profile(activities=activities)
+            self._running.start()
+        self._forwards += 1
+
+    def _stop(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
 
     def write(self, clock: Clock) -> None:
         """The breakdown and the time line of this process's part of the run."""

@@ -142,7 +142,7 @@ def assemble(
     seed = derive_seed(recipe.run.seed, "adapters") >> 1
     if model is None:
         life.doing(f"loading {recipe.model.path}")
-        model = Model(recipe.model, seed, world, shard=recipe.distributed.shard == "full")
+        model = Model(recipe.model, seed, world, shard=recipe.distributed.shard)
     notes = templates.require(model.tokenizer, recipe.prompts, model.stops)
     prompts = Prompts(model.tokenizer, recipe.prompts)
     life.doing("reading the data")
@@ -153,8 +153,10 @@ def assemble(
     if verifier is None:
         verifier = config.plugin("verifier", recipe.verifier.name).build(recipe.verifier)
     method = config.plugin("method", recipe.method.name).build(recipe.method, prompts, recipe.rollout)
-    learner = Learner(model, recipe.learner, recipe.run.cycles)
-    around = nullcontext if getattr(engine, "own_weights", False) else model.gathered
+    apart = bool(getattr(engine, "own_weights", False))
+    drifts = apart or model.choice.dtype != "float32"
+    learner = Learner(model, recipe.learner, recipe.run.cycles, drifts)
+    around = nullcontext if apart else model.gathered
     lab = Lab(engine, cast(Verifier, verifier), world=world, around=around, tell=life.count)
     loop = Loop(
         recipe.run.seed, recipe.rollout, problems, prompts, method, lab, learner, model.max_context, recipe.run.cycles
@@ -244,8 +246,16 @@ def train(
             _begin(assembled, run)
         start = state["next_cycle"]
         opened(assembled)
-        clock = Clock(display.phase)
-        assembled.loop.lab.span = clock.span
+        elsewhere = ("rollout", "draw") if getattr(assembled.loop.lab.engine, "own_weights", False) else ()
+        profiler = Profile(run.profile, assembled.model, elsewhere) if profile and world.first else None
+
+        def notify(cycle: int, name: str) -> None:
+            display.phase(cycle, name)
+            if profiler:
+                profiler.phase(name)
+
+        clock = Clock(notify)
+        assembled.loop.lab.span = assembled.learner.span = clock.span
         if world.first:
             run.rewind(start)
         if existing:
@@ -255,7 +265,6 @@ def train(
         if recorder is not None and start == 0:
             recorder.prepared(phase1.seconds(run))
         watcher = Watcher(run.read_metrics()) if world.first else Watcher([])
-        profiler = Profile(run.profile) if profile and world.first else None
         for k in range(start, recipe.run.cycles):
             if stopping():
                 break
@@ -263,7 +272,7 @@ def train(
             under_way = _to_finish(recipe, k)
             with profiler.operations(k - start) if profiler else nullcontext():
                 cycle = assembled.loop.cycle(k, clock.phase)
-            clock.stop()
+                clock.stop()
             if recorder is not None:
                 metrics = _record(recorder, k, cycle, assembled.ledger.costs, clock.seconds(k))
                 for warning in watcher.see(metrics):

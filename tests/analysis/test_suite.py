@@ -55,6 +55,14 @@ def test_every_suite_names_recipes_that_exist():
                 assert config.load(recipe).name == recipe
 
 
+def test_a_row_without_a_penalty_has_no_compatibility_kl():
+    """`teacher/stay/kl` is absent with beta_kl = 0."""
+    rows = [{"label": "PAST", "diagnostics": {"teacher_success": 0.5, "compatibility_kl": 0.01}}]
+    rows.append({"label": "beta_KL 0", "diagnostics": {"teacher_success": 0.25}})
+    shown = [row[:3] for row in tables.diagnostics({"rows": rows}).rows]
+    assert shown == [("PAST", "0.500", "0.010"), ("beta_KL 0", "0.250", tables.ABSENT)]
+
+
 def test_every_row_of_a_suite_takes_the_same_updates_and_evaluation():
     for found in suite.suites("embedded").values():
         recipes = [config.load(recipe) for recipe in found.rows.values()]

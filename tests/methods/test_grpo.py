@@ -10,7 +10,8 @@ from rounding import follow
 
 from past_opsd.core import config
 from past_opsd.core.losses import Reinforce, Stay
-from past_opsd.core.nouns import Attempt, Batch, PastError, Problem, Response, Verdict, View, route
+from past_opsd.core.nouns import Attempt, Batch, PastError, Problem, Response, Term, Verdict, View, route
+from past_opsd.learner.plan import pulls
 from past_opsd.methods.grpo import Grpo
 from past_opsd.policy.model import Model
 from past_opsd.run.train import session
@@ -34,9 +35,14 @@ def batch(*groups: str) -> Batch:
     return route(attempts)
 
 
+def weighed(made: Grpo, of: Batch) -> list[Term]:
+    """The terms that have a weight: without `beta` the penalty has none."""
+    return [term for term in made.student_terms(of) if term.weight]
+
+
 def test_a_response_is_compared_with_its_own_problems_group():
     """Routing mixes the groups' order; each response must still meet the advantage of its own group."""
-    terms = method("method.advantage_eps=0").student_terms(batch("1000", "0111"))
+    terms = weighed(method("method.advantage_eps=0"), batch("1000", "0111"))
     advantages = {term.tokens: term.loss.advantage for term in terms}  # pyright: ignore[reportFunctionMemberAccess]
     # Rewards 1, 0, 0, 0: mean 1/4, sample standard deviation 1/2.
     first, second = [1.5, -0.5, -0.5, -0.5], [-1.5, 0.5, 0.5, 0.5]
@@ -48,7 +54,7 @@ def test_a_response_is_compared_with_its_own_problems_group():
 
 
 def test_a_group_without_spread_counts_in_the_mean_with_advantage_zero():
-    terms = method().student_terms(batch("10", "11", "00"))
+    terms = weighed(method(), batch("10", "11", "00"))
     assert [t.weight for t in terms] == pytest.approx([1 / 6] * 6)
     zero = {t.tokens for t in terms if t.loss.advantage == 0.0}  # pyright: ignore[reportFunctionMemberAccess]
     assert zero == {(1, 0), (1, 1), (2, 0), (2, 1)}
@@ -59,9 +65,9 @@ def test_dynamic_sampling_replaces_groups_without_spread():
 
 
 def test_without_any_spread_there_is_nothing_to_step_on():
-    made = method()
-    assert made.student_terms(batch("11", "00")) == []
-    assert made.student_terms(batch()) == []
+    assert not any(map(pulls, method().student_terms(batch("11", "00"))))
+    assert any(map(pulls, method("method.beta=0.1").student_terms(batch("11", "00"))))
+    assert method().student_terms(batch()) == []
 
 
 def test_the_penalty_pulls_on_every_response_whatever_its_outcome():

@@ -70,6 +70,18 @@ def test_all_success_group_keeps_only_proximity(past: Session):
     assert weights(made.teacher_terms(Batch((), ()), [group(past, made, [1, 1])])) == pytest.approx({"stay": 0.05})
 
 
+def test_without_proximity_a_group_that_is_not_mixed_takes_no_step_and_still_counts(past: Session):
+    made = method(past, "method.beta_kl=0.0")
+    same, mixed = group(past, made, [1, 1]), group(past, made, [1, 0])
+    terms = made.teacher_terms(Batch((), ()), [same])
+    assert terms
+    assert past.learner.step("teacher", terms) == {"teacher/stepped": 0.0}
+    assert weights(made.teacher_terms(Batch((), ()), [same, mixed])) == pytest.approx({"reinforce": 0.5, "stay": 0.0})
+    metrics = past.learner.step("teacher", made.teacher_terms(Batch((), ()), [same, mixed]))
+    assert metrics["teacher/stepped"] == 1.0
+    assert not any("stay" in key for key in metrics)
+
+
 def test_all_failure_group_contributes_nothing_and_scales_nothing(past: Session):
     made = method(past)
     dead, alive = group(past, made, [0, 0]), group(past, made, [1])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +20,16 @@ from ranks import Launcher
 from rounding import CHAIN, EPS, assert_rounding
 from safetensors.torch import load_file
 
+from past_opsd.core.launch import PORTS
 from past_opsd.core.losses import Match
-from past_opsd.core.nouns import Problem, View
+from past_opsd.core.nouns import PastError, Problem, View
 from past_opsd.learner import Log
 from past_opsd.policy.distributed import World, balance
 from past_opsd.policy.fused import Job, Result
 from past_opsd.rollout.lab import Work, share_out
 from past_opsd.run import checkpoint
 from past_opsd.run.folder import RunFolder
+from past_opsd.run.train import Session
 
 FOLLOW = [f"learner.{a}.{k}" for a in ("student", "teacher") for k in ("eps=1.0", "lr=0.5")]
 # Micro-batches of few tokens, so that the ranks have different numbers of them.
@@ -50,11 +53,11 @@ def run(launch: Launcher, tmp_path_factory: pytest.TempPathFactory):
     """`run(size, settings)`: the folder of a complete run, made once."""
     made: dict[tuple[int, str], Path] = {}
 
-    def make(size: int, settings: list[str]) -> Path:
+    def make(size: int, settings: list[str], local: int | None = None) -> Path:
         key = (size, str(settings))
         if key not in made:
             made[key] = tmp_path_factory.mktemp("runs") / "run"
-            ended = launch(size, *words(made[key], settings))
+            ended = launch(size, *words(made[key], settings), local=local)
             assert ended.codes == [0] * size, ended.err
             assert not any(ended.out[1:] + ended.err), "only the first process speaks, and of no trouble"
         return made[key]
@@ -124,6 +127,70 @@ def test_more_processes_than_problems_and_an_empty_branch(run):
 @MORE
 def test_a_sharded_base_changes_no_bit_even_where_a_rank_has_nothing_to_do(run):
     assert identical(run(3, TINY), run(3, [*TINY, "distributed.shard='full'", "model.gradient_checkpointing=true"]))
+
+
+SPREAD = """
+from torch.distributed.tensor import DTensor
+from past_opsd.core.config import ModelSection
+from past_opsd.policy.distributed import joined
+from past_opsd.policy.model import Model
+with joined() as world:
+    world.connect(60)
+    model = Model(ModelSection(path="embedded"), 0, world, shard="hybrid")
+    weights = [p for p in model.network.parameters() if isinstance(p, DTensor)]
+    held = sum(p.to_local().numel() for p in weights) / sum(p.numel() for p in weights)
+    print(round(held, 3), weights[0].device_mesh.mesh.tolist())
+"""
+
+
+@MORE
+def test_a_hybrid_base_is_spread_within_a_machine_and_copied_across(run, launch: Launcher, tmp_path: Path):
+    script = tmp_path / "spread.py"
+    script.write_text(SPREAD)
+    ended = launch(4, str(script), local=2)
+    assert (ended.codes, ended.out) == ([0] * 4, ["0.5 [[0, 1], [2, 3]]\n"] * 4), ended.err
+    assert identical(run(4, TINY), run(4, [*TINY, "distributed.shard='hybrid'"], local=2))
+
+
+@pytest.mark.parametrize("world", [World(2, 3, 0, 2), World(1, 4, 0, 2)], ids=["uneven", "cyclic"])
+def test_machines_that_cannot_hold_a_copy_each_are_refused(past: Session, world: World):
+    past.model.world = world
+    with pytest.raises(PastError, match="numbered machine by machine"):
+        past.model._mesh("hybrid")
+
+
+@MORE
+def test_srun_alone_starts_one_run(run, tmp_path: Path):
+    """Two processes with what SLURM sets and nothing else."""
+    with socket.socket() as probe:
+        place = next(job for job in range(1000, 1100) if _free(probe, PORTS[job]))
+    task = {"SLURM_JOB_ID": str(place), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    task |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+    plain = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    command = [sys.executable, "-m", "past_opsd", *words(tmp_path / "run", RUN)]
+    started = [
+        subprocess.Popen(
+            command,
+            env=plain | task | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "PAST_LIFE": "off"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert not said[1], "only the first process speaks"
+    assert {line["processes"] for line in RunFolder(tmp_path / "run").read_timings()} == {2}
+    assert_same(run(1, RUN), tmp_path / "run")
+
+
+def _free(probe: socket.socket, port: int) -> bool:
+    try:
+        probe.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True
 
 
 @MORE

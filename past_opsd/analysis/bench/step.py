@@ -19,7 +19,7 @@ from past_opsd.analysis.bench._worker import Side
 from past_opsd.core import config
 from past_opsd.core.config import Recipe
 from past_opsd.core.nouns import PastError
-from past_opsd.core.prompts import fill
+from past_opsd.core.prompts import fill, turns
 from past_opsd.policy.pretrained import resolve
 
 TITLES = {"grpo": "GRPO", "opsd": "Vanilla OPSD"}
@@ -100,6 +100,9 @@ def twin(method: str, plan: Plan, recipe: Recipe) -> _trl.Twin:
         raise PastError(f"{plan.recipe}: TRL's teacher message begins with the student's; prompts.reference does not")
     rest = reference.removeprefix(student).replace("{reference_solution}", "\0")
     rest = rest.replace("{", "{{").replace("}", "}}").replace("\0", "{privileged_context}")
+    before, of_teacher = (turns(recipe.prompts, role) for role in ("student", "reference"))
+    if before != of_teacher:
+        raise PastError(f"{plan.recipe}: TRL's teacher reads the student's examples; those of prompts.reference differ")
     problems = config.plugin("task", recipe.task.name).build(recipe.task).train()[: plan.prompts]
     optimizer, lora = recipe.learner.student, recipe.model.lora
     return _trl.Twin(
@@ -110,7 +113,7 @@ def twin(method: str, plan: Plan, recipe: Recipe) -> _trl.Twin:
         targets=lora.targets,
         lr=optimizer.lr,
         max_grad_norm=optimizer.max_grad_norm,
-        before=recipe.prompts.turns,
+        before=before,
         messages=[fill(student, {"problem": problem.text}) for problem in problems],
         solutions=[problem.solution for problem in problems],
         teacher_template="{prompt}" + rest,

@@ -85,9 +85,8 @@ HONOURED: Mapping[str, tuple[Any, str]] = {
     "log_unique_prompts": (False, "for log_completions: one response a problem"),
 }
 
-_RATIO = (
-    "the old policy is the trainer's own, one step a snapshot, so the ratio is 1 and nothing is clipped or corrected"
-)
+_RATIO = "the old policy is the trainer's own, one step a snapshot, so the ratio is 1 and nothing is clipped"
+_IMPORTANCE = "token by token, with the recipe's learner.importance_cap"
 _LOADER = "there is no torch data loader"
 _DDP = "gradients are added up once a step, without DistributedDataParallel"
 _EVALUATION = "evaluation samples and verifies responses; there are no predictions or labels to collect"
@@ -227,11 +226,11 @@ IGNORED: Mapping[str, tuple[Any, str]] = {
     "entropy_coef_max": (1.0, "a setting of use_adaptive_entropy"),
     "entropy_coef_delta": (0.005, "a setting of use_adaptive_entropy"),
     "entropy_target": (0.2, "a setting of use_adaptive_entropy"),
-    "vllm_importance_sampling_correction": (True, _RATIO),
-    "vllm_importance_sampling_mode": ("sequence_mask", _RATIO),
-    "vllm_importance_sampling_clip_max": (3.0, _RATIO),
-    "vllm_importance_sampling_clip_min": (None, _RATIO),
-    "vllm_importance_sampling_cap": (None, _RATIO),
+    "vllm_importance_sampling_correction": (True, _IMPORTANCE),
+    "vllm_importance_sampling_mode": ("sequence_mask", _IMPORTANCE),
+    "vllm_importance_sampling_clip_max": (3.0, _IMPORTANCE),
+    "vllm_importance_sampling_clip_min": (None, _IMPORTANCE),
+    "vllm_importance_sampling_cap": (None, _IMPORTANCE),
     "off_policy_mask_threshold": (None, _RATIO),
     "use_bias_correction_kl": (True, "the KL is exact, over the whole vocabulary"),
     "log_multimodal": (True, "prompts and responses are text"),

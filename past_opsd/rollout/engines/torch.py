@@ -204,6 +204,7 @@ class TorchEngine:
         logits = torch.zeros(0, device=self._model.device)
         self.tell(0, len(requests))
         while waiting or len(rows):
+            self._model.tick()
             count = _entering(rows, seats.free, waiting, lengths)
             if count:
                 taken = [waiting.pop() for _ in range(count)]

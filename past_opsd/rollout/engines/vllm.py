@@ -2,12 +2,12 @@
 
 Every published version of an adapter gets a folder, a name and a number that were never used before: vLLM answers a
 known number or path from its caches. Published adapters, and some responses of every batch, are compared with the
-trainer's own log-probabilities.
+trainer's own log-probabilities. How far apart they may be follows from how far the trainer is from itself when it
+computes the same otherwise.
 """
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import tempfile
 import weakref
@@ -37,13 +37,19 @@ if TYPE_CHECKING:
     import torch
     from safetensors import torch as safetensors
 
+    from past_opsd.policy import fingerprint
     from past_opsd.policy.model import Model
 else:
     np, torch, safetensors = Lazy("numpy"), Lazy("torch"), Lazy("safetensors.torch")
+    fingerprint = Lazy("past_opsd.policy.fingerprint")
 
 __all__ = ["Options", "VllmEngine", "build"]
 
 PROBES, PROBE_TOKENS = 4, 16
+EXACT = 1e-3
+"""Distances below this are never refused: a mistake of any kind makes larger ones."""
+NOISE = 3.0
+"""Larger distances than so many times the trainer's own are refused."""
 COMPARED_TOKENS = 1024
 """Longer responses are compared on their first tokens."""
 ELSEWHERE = 0.4
@@ -94,7 +100,8 @@ class VllmEngine:
     def __init__(self, options: Options, model: Model, connect: Callable[[Served, float], Backend]):
         self._options = options
         self._model = model
-        self._bound = options.mismatch_bound or (1e-3 if model.head.dtype == torch.float32 else 0.05)
+        self._noise = noise(model)
+        self._bound = options.mismatch_bound or max(EXACT, NOISE * self._noise)
         self.wide = model.device.type != "cpu"
         self._number = 0
         self._differences: list[np.ndarray] = []
@@ -113,10 +120,10 @@ class VllmEngine:
         if adapter == "base":
             return
         old = self._served.get(adapter)
-        digest = self._model.digest(adapter)
-        if old is not None and (old.version, old.digest) == (version, digest):
+        bits = self._model.fingerprint(adapter)
+        if old is not None and (old.version, old.bits) == (version, bits):
             return
-        new = self._write(adapter, version, digest)
+        new = self._write(adapter, version, bits)
         self._load(new)
         self._served[adapter] = new
         if old is not None:
@@ -158,8 +165,10 @@ class VllmEngine:
         if found:
             values = np.concatenate(found)
             out = {
-                "engine/logprob_mean_abs": float(values.mean()),
-                "engine/logprob_max_abs": float(values.max()),
+                "engine/logprob_mean_abs": float(np.abs(values).mean()),
+                "engine/logprob_max_abs": float(np.abs(values).max()),
+                "engine/logprob_drift": float(values.mean()),
+                "engine/logprob_noise": self._noise,
                 "engine/logprob_tokens": len(values),
             }
         return out | _combined([part for _, part in reports])
@@ -207,21 +216,19 @@ class VllmEngine:
             )
         return replace(bare, name=folder.name, number=self._number, folder=folder)
 
-    def _write(self, adapter: Adapter, version: int, digest: str) -> Served:
+    def _write(self, adapter: Adapter, version: int, bits: str) -> Served:
         folder = self._name(adapter, version)
         if self._world.first:
             self._model.save_adapter(adapter, folder)
-            if file_digest(self._model, adapter, folder) != digest:
+            if written(self._model, adapter, folder) != bits:
                 raise PastError(
                     f"{folder}: the written adapter is not the {adapter} in memory; is the disk full or shared?"
                 )
-        return Served(folder.name, self._number, version, digest, folder, self._probes(adapter))
+        return Served(folder.name, self._number, version, bits, folder, self._probes(adapter))
 
     def _probes(self, adapter: Adapter) -> tuple[Probe, ...]:
         """The trainer's next-token distributions after fixed prompts."""
-        size = min(len(self._model.tokenizer), len(self._model.head))
-        draws = (np.random.Generator(np.random.Philox(key=derive_seed("probe", i))) for i in range(PROBES))
-        prompts: list[Tokens] = [tuple(rng.integers(size, size=PROBE_TOKENS).tolist()) for rng in draws]
+        prompts = _prompts(self._model)
         reads = [(View(adapter, prompt), (0,)) for prompt in prompts]
         rows = torch.cat([block.cpu() for block in _log_probs(self._model, reads)]).numpy()
         return tuple(Probe(prompt, row) for prompt, row in zip(prompts, rows, strict=True))
@@ -234,18 +241,21 @@ class VllmEngine:
             (a, i) for a in adapters for i in _spread(rows[a], self._options.mismatch_samples)
         ]
         most = max(self._world.gather(len(chosen))) if self._model.sharded else len(chosen)
+        found: dict[Adapter, list[np.ndarray]] = {adapter: [] for adapter, _ in chosen}
         for adapter, i in chosen:
             tokens = responses[i].tokens[:COMPARED_TOKENS]
             expected = logprobs(self._model, requests[i].view, tokens, temperature)
-            self._differences.append(np.abs(np.array(responses[i].logprobs[: len(tokens)]) - expected))
-            self._refuse(adapter, float(self._differences[-1].mean()))
+            found[adapter].append(np.array(responses[i].logprobs[: len(tokens)]) - expected)
         self._model.idle(most - len(chosen))
+        for adapter, differences in found.items():
+            self._differences += differences
+            self._refuse(adapter, float(np.abs(np.concatenate(differences)).mean()))
 
     def _refuse(self, adapter: Adapter, distance: float) -> None:
         if not distance <= self._bound:
             served = self._served[adapter]
             raise PastError(
-                f"a response of {served.name} came with log-probabilities that differ from the trainer's by "
+                f"responses of {served.name} came with log-probabilities that differ from the trainer's by "
                 f"{distance:.2g} per token on average (engine.mismatch_bound is {self._bound:g}). Check that vLLM runs "
                 "the same base weights and dtype, that it was started with 'past serve' (its --logprobs-mode and "
                 "--logits-processors), that no other run loads adapters of this name, that both sides use the same "
@@ -261,14 +271,29 @@ def _combined(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return out
 
 
-def file_digest(model: Model, adapter: Adapter, folder: Path) -> str:
-    """`Model.digest` of a written adapter."""
+def written(model: Model, adapter: Adapter, folder: Path) -> str:
+    """`Model.fingerprint` of a written adapter."""
     saved = safetensors.load_file(folder / "adapter_model.safetensors")
-    digest = hashlib.sha256()
-    for name in model.parameters(adapter):
-        digest.update(name.encode())
-        digest.update(saved[name.replace(f".{adapter}.", ".")].contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return fingerprint.fingerprint(saved[name.replace(f".{adapter}.", ".")] for name in model.parameters(adapter))
+
+
+def noise(model: Model) -> float:
+    """How far the trainer is from itself, per token: the same positions in one batch, and alone under other attention.
+
+    The mean |difference| of log-probabilities, weighted as tokens would be sampled.
+    """
+    paths = [(View("base", prompt[: 2 + i]), prompt[2 + i :]) for i, prompt in enumerate(_prompts(model))]
+    together = torch.cat([block.cpu() for block in _log_probs(model, paths)])
+    with model.otherwise():
+        alone = torch.cat([block.cpu() for path in paths for block in _log_probs(model, [path])])
+    return float((together.exp() * (together - alone).nan_to_num(nan=0.0).abs()).sum(-1).mean())
+
+
+def _prompts(model: Model) -> list[Tokens]:
+    """The probes' tokens."""
+    size = min(len(model.tokenizer), len(model.head))
+    draws = (np.random.Generator(np.random.Philox(key=derive_seed("probe", i))) for i in range(PROBES))
+    return [tuple(rng.integers(size, size=PROBE_TOKENS).tolist()) for rng in draws]
 
 
 def logprobs(model: Model, view: View, tokens: Tokens, temperature: float) -> np.ndarray:

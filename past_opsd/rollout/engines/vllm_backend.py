@@ -97,7 +97,8 @@ class Options(EngineOptions):
     mismatch_bound: float | None = Field(
         default=None,
         gt=0,
-        description="largest mean |log-probability difference| to the trainer; default 0.001 in float32, 0.05",
+        description="largest mean |log-probability difference| to the trainer; default 3 times what two ways of the "
+        "trainer's own arithmetic differ by, at least 0.001",
     )
     mismatch_samples: int = Field(
         default=2, ge=0, description="responses of each batch and adapter compared with the trainer"
@@ -170,7 +171,7 @@ class Served:
     name: str
     number: int
     version: int
-    digest: str
+    bits: str
     folder: Path | None
     probes: tuple[Probe, ...]
 
