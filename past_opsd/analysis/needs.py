@@ -1,0 +1,306 @@
+"""What a recipe needs on a device: its own cycle and evaluation, run on shapes.
+
+The real loop makes the terms with the recipe's own method, the real learner takes both steps, and the torch engine's own
+rows grow to the length of the longest response; only the responses are made up, every one at its limit and every other
+one right. The blocks of a decoder are alike, so one and two of them are traced, and each further one counts as the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from past_opsd.core import config
+from past_opsd.core.config import ModelSection, Recipe, Sampling
+from past_opsd.core.nouns import Adapter, Closing, Problem, Response, Term, Tokens, Verdict
+from past_opsd.core.prompts import Prompts
+from past_opsd.learner.diagnostics import Log
+from past_opsd.learner.plan import Bundle
+from past_opsd.learner.step import Learner
+from past_opsd.policy import fused, model
+from past_opsd.policy.distributed import World
+from past_opsd.policy.estimate import PROBLEM, SOLUTION
+from past_opsd.policy.model import TRAINABLE
+from past_opsd.policy.pretrained import Choice, Machine, hardware
+from past_opsd.policy.trace import Device, Phase, Tracer
+from past_opsd.policy.weightless import Weightless, configuration
+from past_opsd.rollout.engines import Request
+from past_opsd.rollout.engines._draw import choose
+from past_opsd.rollout.engines._rows import Rows
+from past_opsd.rollout.lab import Lab
+from past_opsd.run.loop import Loop
+
+PHASES = {"adapt": "teacher step", "distill": "student step"}
+"""The cycle's phases that are traced as such, and what they are called here."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the phases of a recipe take on one of its devices."""
+
+    recipe: Recipe
+    choice: Choice
+    processes: int
+    phases: dict[str, Phase]
+    longest: int
+    """Tokens of the longest row of a step."""
+    rows: int
+    """Responses that are decoded together in evaluation."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the worst moment of all phases."""
+        return max(phase.peak for phase in self.phases.values())
+
+
+def seats(recipe: Recipe, requests: int | None = None) -> int:
+    """Rows that the engine decodes together, of so many requests (None: more than it seats)."""
+    batch: int = recipe.engine.model_dump().get("batch", 64)
+    return batch if requests is None else max(1, min(batch, requests))
+
+
+def with_length(recipe: Recipe, length: int) -> Recipe:
+    """The recipe with responses of so many tokens in training and evaluation, whatever context that takes."""
+
+    def cut(sampling: Sampling) -> Sampling:
+        return sampling.model_copy(update={"max_new_tokens": length})
+
+    rollout = recipe.rollout
+    changed = rollout.model_copy(update={"student": cut(rollout.student), "teacher": cut(rollout.teacher)})
+    evaluation = recipe.evaluation.model_copy(update={"sampling": cut(recipe.evaluation.sampling)})
+    context = recipe.model.model_copy(update={"max_context": 4 * (length + PROBLEM + SOLUTION)})
+    return recipe.model_copy(update={"rollout": changed, "evaluation": evaluation, "model": context})
+
+
+def trace(recipe: Recipe, device: Device = "gpu", processes: int = 1, layers: int | None = None) -> Needs:
+    """Trace a recipe as one of so many processes would run it; `layers` cuts the model to so many blocks."""
+    machine = Machine(cuda=device == "gpu", bf16=device == "gpu", flash=False)
+    choice = hardware(recipe.model, machine)
+    section = _settled(recipe.model, choice)
+    text = configuration(section, section.path).get_text_config()
+    count = text.num_hidden_layers if layers is None else layers
+    alike = len(set(getattr(text, "layer_types", None) or [""])) == 1
+    depths = (1, 2) if alike and count > 2 else (count,)
+    found = [_trace(recipe, section, device, processes, depth) for depth in depths]
+    phases = found[0].phases
+    if len(found) == 2:
+        phases = {name: phase.deeper(found[1].phases[name], count - 1) for name, phase in phases.items()}
+    return replace(found[0], choice=choice, phases=phases)
+
+
+def _settled(section: ModelSection, choice: Choice) -> ModelSection:
+    return section.model_copy(
+        update={
+            "device": "meta",
+            "device_map": "single",
+            "dtype": choice.dtype,
+            "attention": "eager" if choice.attention == "eager" else "sdpa",
+            "gradient_checkpointing": choice.gradient_checkpointing,
+        }
+    )
+
+
+def _trace(recipe: Recipe, section: ModelSection, device: Device, processes: int, layers: int) -> Needs:
+    tracer = Tracer(device)
+    with _as_on(device, tracer), tracer:
+        weightless = Weightless(section, _Peers(0, processes), layers)
+        named = dict(weightless.peft.named_parameters())
+        tracer.hold((p for name, p in named.items() if "lora_" not in name), "weights")
+        tracer.hold((p for name, p in named.items() if "lora_" in name), "adapters")
+        if weightless.expert is not None:
+            tracer.hold(weightless.expert.network.parameters(), "weights")
+        _ = weightless.shares_prompts  # tried once, before the first cycle
+        learner = _Watched(tracer, weightless, recipe)
+        _settle(learner, weightless, device)
+        tracer.hold(_states(learner), "optimizer")
+        made = _Made(_fitting(recipe, weightless.max_context), len(weightless.head))
+        loop = _loop(recipe, weightless, learner, made)
+        loop.prepare()
+        made.batches.clear()
+        phases = {name: Phase() for name in PHASES.values()}
+        loop.cycle(0, lambda name: tracer.begin(phases.get(PHASES.get(name, ""), Phase())) and None)
+        if recipe.engine.name == "torch":
+            phases["sampling"] = tracer.begin(Phase())
+            for prompts, sampling, adapter in made.batches:
+                own = -(-len(prompts) // processes)
+                _decode(tracer, weightless, prompts[:own], seats(recipe, own), sampling, adapter)
+            phases["evaluation"] = tracer.begin(Phase())
+            asked = [loop.prompts.evaluation(p) for p in loop.problems]
+            _decode(tracer, weightless, asked, seats(recipe), recipe.evaluation.sampling, "student")
+        tracer.begin(Phase())
+    order = ("sampling", "teacher step", "student step", "evaluation")
+    found = {name: phases[name] for name in order if name in phases and phases[name].launches}
+    return Needs(recipe, weightless.choice, processes, found, learner.longest, seats(recipe))
+
+
+def _fitting(recipe: Recipe, context: int) -> int:
+    """Tokens of the longest response that the teacher's row still holds: longer ones a run does not train on."""
+    twice = 2 if config.ask_method(recipe).reads_response else 1
+    words = sum(len(text.split()) for text in (recipe.prompts.hindsight, *(t["content"] for t in recipe.prompts.turns)))
+    return max(1, (context - PROBLEM - SOLUTION - words) // twice)
+
+
+def _loop(recipe: Recipe, weightless: Weightless, learner: Learner, made: _Made) -> Loop:
+    prompts = Prompts(weightless.tokenizer, recipe.prompts)
+    problems = [
+        Problem(str(i), _words(PROBLEM - i % 2, i), _words(SOLUTION, i + 1), "1")
+        for i in range(recipe.rollout.problems_per_cycle)
+    ]
+    method = config.plugin("method", recipe.method.name).build(recipe.method, prompts, recipe.rollout)
+    lab = Lab(made, made)
+    return Loop(recipe.run.seed, recipe.rollout, problems, prompts, method, lab, learner, weightless.max_context, 1)
+
+
+def _words(count: int, seed: int) -> str:
+    return " ".join(str(7919 * (seed + 1) + i) for i in range(count))
+
+
+class _Made(Closing):
+    """An engine and a verifier for shapes: every response at its limit, every other one right."""
+
+    identity = ""
+
+    def __init__(self, longest: int, vocabulary: int):
+        self._longest, self._vocabulary = longest, vocabulary
+        self._verdicts = cycle((True, False))
+        self.batches: list[tuple[list[Tokens], Sampling, Adapter]] = []
+
+    def publish(self, adapter: Adapter, version: int) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def sample(
+        self, requests: Sequence[Request], sampling: Sampling, versions: Mapping[Adapter, int]
+    ) -> list[Response]:
+        self.batches.append(([r.view.prompt for r in requests], sampling, requests[0].view.adapter))
+        length = min(sampling.max_new_tokens, self._longest)
+        return [self._response(request.seed, length) for request in requests]
+
+    def _response(self, seed: int, length: int) -> Response:
+        tokens = tuple((seed + i) % self._vocabulary for i in range(length))
+        return Response(tokens, " ".join(map(str, tokens)), (0.0,) * length, True)
+
+    def verify(self, items: Sequence[tuple[Problem, Response]]) -> list[Verdict]:
+        return [Verdict(next(self._verdicts), "", "1") for _ in items]
+
+
+class _Watched(Learner):
+    """The learner, and the longest row that it was given; micro-batches of the same shapes are run once."""
+
+    def __init__(self, tracer: Tracer, weightless: Weightless, recipe: Recipe):
+        super().__init__(weightless, recipe.learner, recipe.run.cycles)
+        self._tracer = tracer
+        self._seen: dict[Any, tuple[Phase, Phase]] = {}
+        self.longest = 0
+
+    def step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]:
+        views = [(view, term.tokens) for term in terms for view in (term.live, term.frozen) if view is not None]
+        self.longest = max([self.longest, *(len(view.prompt) + len(tokens) for view, tokens in views)])
+        self._seen = {}
+        return super().step(phase, terms)
+
+    def _round(self, phase: Adapter, n: int, plans: Sequence[Sequence[Sequence[Bundle]]], log: Log) -> list[str]:
+        chosen = plans[self._model.world.rank][n]
+        shapes = repr([[b.tree.segments, [t.segments for t in b.frozen_trees], _names(b)] for b in chosen])
+        if shapes in self._seen:
+            self._tracer.add(*self._seen[shapes])
+            return []
+        before = self._tracer.so_far()
+        failures = super()._round(phase, n, plans, log)
+        self._seen[shapes] = before, self._tracer.so_far()
+        return failures
+
+
+def _names(bundle: Bundle) -> list[Any]:
+    """What decides the loss of a bundle's paths, but for the lengths."""
+    return [[(t.name, t.temperature, t.start) for t, _ in path.terms] for path in bundle.paths]
+
+
+class _Peers(World):
+    """One of several processes whose peers say what it says."""
+
+    def gather(self, item: T) -> list[T]:
+        return [item] * self.size
+
+    def agree(self, what: str, value: object) -> None: ...
+
+    def _together(self, action: Callable[[], object]) -> None: ...
+
+
+def _settle(learner: Learner, weightless: Weightless, device: Device) -> None:
+    """Both optimizers as they are after their first step."""
+    for adapter in TRAINABLE:
+        optimizer = learner.optimizers[adapter]
+        for group in optimizer.param_groups:
+            group["foreach"] = device == "gpu"  # torch's own choice there
+        for parameter in weightless.parameters(adapter).values():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _states(learner: Learner) -> Iterator[Tensor]:
+    for optimizer in learner.optimizers.values():
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if value.device.type == "meta")
+
+
+def _decode(
+    tracer: Tracer, weightless: Weightless, prompts: Sequence[Tokens], rows: int, sampling: Sampling, adapter: Adapter
+) -> None:
+    """The engine's rows from their prompts to the last token; only the last step is taken, and counted alone."""
+    entering = [prompts[i % len(prompts)] for i in range(rows)]
+    limit = sampling.max_new_tokens
+    with weightless.sampling(adapter), torch.inference_mode():
+        state = cast(Any, Rows(weightless, entering, rows))
+        uniforms = torch.zeros(rows, limit, dtype=torch.float64, device="meta")
+        drawn = torch.zeros(rows, limit, dtype=torch.long, device="meta"), torch.zeros(rows, limit, device="meta")
+        logits = state.enter(entering)
+        window, last = state._window, state._longest + limit - 1
+        while window.end < last:  # as if every token had been read, the buffers growing as they fill
+            window.end = min(state._mask.shape[1], last)
+            if window.end < last:
+                state._make_room()
+        window.end = max(window.end - 1, state._longest)
+        tracer.forget()
+        tokens, _ = choose(logits, uniforms[:, 0], sampling)
+        state.step(tokens)
+        del drawn
+
+
+@contextmanager
+def _as_on(device: Device, tracer: Tracer) -> Generator[None]:
+    """Meta tensors are not on the host: what the code decides by the kind of device, it decides for this one.
+
+    The loss does the same on every chunk of positions, so it is run on the first and counted for all.
+    """
+
+    def first(*args: int) -> Iterator[slice]:
+        spans, before = list(chunks(*args)), tracer.so_far()
+        yield from spans[:1]
+        tracer.add(before, tracer.so_far(), len(spans) - 1)
+
+    kept = [(table, table["gpu"]) for table in (fused.BLOCK_BYTES, model.SEGMENT)]
+    for table, _ in kept:
+        table["gpu"] = table[device]
+    kernel, chunks = fused._kernel, fused._chunks
+    fused._kernel, fused._chunks = lambda device: _elementwise, first
+    try:
+        yield
+    finally:
+        fused._kernel, fused._chunks = kernel, chunks
+        for table, value in kept:
+            table["gpu"] = value
+
+
+def _elementwise(heads: fused.Heads, chunk: fused.Chunk, z: Tensor, x: Tensor | None, out: Tensor) -> None:
+    """What the Triton kernel is: one launch that writes over its logits."""
+    out.zero_()
