@@ -1,14 +1,15 @@
 """What a recipe needs on a device: its own cycle and evaluation, run on shapes.
 
-The real loop makes the terms with the recipe's own method, the real learner takes both steps, and the torch engine's own
-rows grow to the length of the longest response; only the responses are made up, every one at its limit and every other
-one right. The blocks of a decoder are alike, so one and two of them are traced, and each further one counts as the second.
+The real loop makes the terms with the recipe's own method, the real learner takes both steps, and the torch engine's
+own rows grow to the length of the longest response; only the responses are made up, every one at its limit and every
+other one right. The blocks of a decoder are alike, so two and three of them are traced, and each further one counts as
+the third; what is done again on the same shapes is run once and counted as often as it is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any, TypeVar, cast
@@ -25,10 +26,10 @@ from past_opsd.learner.plan import Bundle
 from past_opsd.learner.step import Learner
 from past_opsd.policy import fused, model
 from past_opsd.policy.distributed import World
-from past_opsd.policy.estimate import PROBLEM, SOLUTION
+from past_opsd.policy.estimate import BYTES, PROBLEM, SOLUTION, Load, Shape, Speed, expected_load, seconds, shape_of
 from past_opsd.policy.model import TRAINABLE
 from past_opsd.policy.pretrained import Choice, Machine, hardware
-from past_opsd.policy.trace import Device, Phase, Tracer
+from past_opsd.policy.trace import Device, Phase, Tracer, replaced
 from past_opsd.policy.weightless import Weightless, configuration
 from past_opsd.rollout.engines import Request
 from past_opsd.rollout.engines._draw import choose
@@ -38,6 +39,8 @@ from past_opsd.run.loop import Loop
 
 PHASES = {"adapt": "teacher step", "distill": "student step"}
 """The cycle's phases that are traced as such, and what they are called here."""
+STANDING = ("weights", "adapters", "optimizer")
+"""Kinds that no phase frees."""
 T = TypeVar("T")
 
 
@@ -54,10 +57,38 @@ class Needs:
     rows: int
     """Responses that are decoded together in evaluation."""
 
+    shape: Shape
+
     @property
     def peak(self) -> int:
         """Bytes at the worst moment of all phases."""
         return max(phase.peak for phase in self.phases.values())
+
+    @property
+    def load(self) -> Load:
+        """What a cycle asks for."""
+        return expected_load(self.recipe)
+
+    def rows_within(self, free: float) -> int:
+        """Responses of the evaluation's longest that could be decoded together in so many bytes."""
+        kinds = self.phases["evaluation"].kinds
+        standing = sum(kinds.get(kind, 0) for kind in STANDING)
+        return max(0, int((free - standing) * self.rows / (self.phases["evaluation"].peak - standing)))
+
+    def seconds(self, speed: Speed) -> dict[str, float]:
+        """Seconds of a cycle by phase; nothing of rollouts that are made elsewhere."""
+        launches = self.phases["sampling"].launches if "sampling" in self.phases else 0
+        found = seconds(
+            self.shape,
+            self.load,
+            speed,
+            self.choice.gradient_checkpointing,
+            self.processes,
+            dtype=self.choice.dtype,
+            launches=launches,
+        )
+        elsewhere = config.ask_engine(self.recipe).elsewhere
+        return {name: value for name, value in found.items() if not (elsewhere and name in ("rollout", "draw"))}
 
 
 def seats(recipe: Recipe, requests: int | None = None) -> int:
@@ -87,12 +118,28 @@ def trace(recipe: Recipe, device: Device = "gpu", processes: int = 1, layers: in
     text = configuration(section, section.path).get_text_config()
     count = text.num_hidden_layers if layers is None else layers
     alike = len(set(getattr(text, "layer_types", None) or [""])) == 1
-    depths = (1, 2) if alike and count > 2 else (count,)
+    depths = (2, 3) if alike and count > 3 else (count,)  # the first block alone reads the embeddings
     found = [_trace(recipe, section, device, processes, depth) for depth in depths]
     phases = found[0].phases
     if len(found) == 2:
-        phases = {name: phase.deeper(found[1].phases[name], count - 1) for name, phase in phases.items()}
-    return replace(found[0], choice=choice, phases=phases)
+        phases = {name: phase.deeper(found[1].phases[name], count - depths[0]) for name, phase in phases.items()}
+    whole = replace(found[0], choice=choice, phases=phases)
+    if processes > 1 and recipe.distributed.shard == "full":
+        _shard(whole)
+    return whole
+
+
+def _shard(needs: Needs) -> None:
+    """Take off what the other processes hold of a sharded base: computed, the exchange itself is not traced.
+
+    A step has the block at work and the next one put together; sampling from the trainer's weights all of them.
+    """
+    width, shape = BYTES[needs.choice.dtype], needs.shape
+    away = shape.body * width * (needs.processes - 1) // needs.processes
+    for name, phase in needs.phases.items():
+        together = shape.body if name in ("sampling", "evaluation") else 2 * shape.block
+        for kinds in phase.peaks.values():
+            kinds["weights"] += together * width - away
 
 
 def _settled(section: ModelSection, choice: Choice) -> ModelSection:
@@ -137,20 +184,27 @@ def _trace(recipe: Recipe, section: ModelSection, device: Device, processes: int
         tracer.begin(Phase())
     order = ("sampling", "teacher step", "student step", "evaluation")
     found = {name: phases[name] for name in order if name in phases and phases[name].launches}
-    return Needs(recipe, weightless.choice, processes, found, learner.longest, seats(recipe))
+    shape = shape_of(configuration(section, section.path), section.path)
+    return Needs(recipe, weightless.choice, processes, found, learner.longest, seats(recipe), shape)
 
 
 def _fitting(recipe: Recipe, context: int) -> int:
     """Tokens of the longest response that the teacher's row still holds: longer ones a run does not train on."""
     twice = 2 if config.ask_method(recipe).reads_response else 1
-    words = sum(len(text.split()) for text in (recipe.prompts.hindsight, *(t["content"] for t in recipe.prompts.turns)))
-    return max(1, (context - PROBLEM - SOLUTION - words) // twice)
+    texts = (recipe.prompts.hindsight, *(turn["content"] for turn in recipe.prompts.turns))
+    return max(1, (context - sum(_parts(context)) - sum(len(text.split()) for text in texts)) // twice)
+
+
+def _parts(context: int) -> tuple[int, int]:
+    """Tokens of a problem and of its solution."""
+    return min(PROBLEM, context // 8), min(SOLUTION, context // 4)
 
 
 def _loop(recipe: Recipe, weightless: Weightless, learner: Learner, made: _Made) -> Loop:
     prompts = Prompts(weightless.tokenizer, recipe.prompts)
+    problem, solution = _parts(weightless.max_context)
     problems = [
-        Problem(str(i), _words(PROBLEM - i % 2, i), _words(SOLUTION, i + 1), "1")
+        Problem(str(i), _words(problem - i % 2, i), _words(solution, i + 1), "1")
         for i in range(recipe.rollout.problems_per_cycle)
     ]
     method = config.plugin("method", recipe.method.name).build(recipe.method, prompts, recipe.rollout)
@@ -198,25 +252,20 @@ class _Watched(Learner):
     def __init__(self, tracer: Tracer, weightless: Weightless, recipe: Recipe):
         super().__init__(weightless, recipe.learner, recipe.run.cycles)
         self._tracer = tracer
-        self._seen: dict[Any, tuple[Phase, Phase]] = {}
         self.longest = 0
 
     def step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]:
         views = [(view, term.tokens) for term in terms for view in (term.live, term.frozen) if view is not None]
         self.longest = max([self.longest, *(len(view.prompt) + len(tokens) for view, tokens in views)])
-        self._seen = {}
         return super().step(phase, terms)
 
     def _round(self, phase: Adapter, n: int, plans: Sequence[Sequence[Sequence[Bundle]]], log: Log) -> list[str]:
         chosen = plans[self._model.world.rank][n]
-        shapes = repr([[b.tree.segments, [t.segments for t in b.frozen_trees], _names(b)] for b in chosen])
-        if shapes in self._seen:
-            self._tracer.add(*self._seen[shapes])
-            return []
-        before = self._tracer.so_far()
-        failures = super()._round(phase, n, plans, log)
-        self._seen[shapes] = before, self._tracer.so_far()
-        return failures
+        shapes = [[b.tree.segments, [t.segments for t in b.frozen_trees], _names(b)] for b in chosen]
+        self._tracer.once(
+            (phase, self.steps[phase], repr(shapes)), lambda: super(_Watched, self)._round(phase, n, plans, log)
+        )
+        return []
 
 
 def _names(bundle: Bundle) -> list[Any]:
@@ -280,25 +329,37 @@ def _decode(
 def _as_on(device: Device, tracer: Tracer) -> Generator[None]:
     """Meta tensors are not on the host: what the code decides by the kind of device, it decides for this one.
 
-    The loss does the same on every chunk of positions, so it is run on the first and counted for all.
+    The loss does the same on every chunk of positions and on every block of a chunk.
     """
+    loss: Any = fused
 
     def first(*args: int) -> Iterator[slice]:
         spans, before = list(chunks(*args)), tracer.so_far()
         yield from spans[:1]
         tracer.add(before, tracer.so_far(), len(spans) - 1)
 
-    kept = [(table, table["gpu"]) for table in (fused.BLOCK_BYTES, model.SEGMENT)]
-    for table, _ in kept:
-        table["gpu"] = table[device]
-    kernel, chunks = fused._kernel, fused._chunks
-    fused._kernel, fused._chunks = lambda device: _elementwise, first
-    try:
-        yield
-    finally:
-        fused._kernel, fused._chunks = kernel, chunks
-        for table, value in kept:
-            table["gpu"] = value
+    def once(heads: fused.Heads, part: fused.Chunk, *tensors: Tensor) -> None:
+        jobs = tuple((type(job.loss), job.frozen) for job in part.jobs)
+        tracer.once((len(part), part.frozen is None, jobs, tensors[0].dtype), lambda: block(heads, part, *tensors))
+
+    chunks, block = loss._chunks, loss._block
+    tables = cast(list[dict[str, Any]], [fused.BLOCK_BYTES, model.SEGMENT])
+    with ExitStack() as stack:
+        stack.enter_context(replaced(loss, "_chunks", first))
+        stack.enter_context(replaced(loss, "_block", once))
+        stack.enter_context(replaced(loss, "_kernel", _kernel))
+        kept = [table["gpu"] for table in tables]
+        for table in tables:
+            table["gpu"] = table[device]
+        try:
+            yield
+        finally:
+            for table, value in zip(tables, kept, strict=True):
+                table["gpu"] = value
+
+
+def _kernel(device: torch.device) -> fused.Elementwise:
+    return _elementwise
 
 
 def _elementwise(heads: fused.Heads, chunk: fused.Chunk, z: Tensor, x: Tensor | None, out: Tensor) -> None:

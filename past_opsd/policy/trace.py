@@ -5,9 +5,9 @@ operations, values read back to the host, and which of torch's attention kernels
 are meta tensors; the host's are real. Small tensors made from the host's numbers (masks, lengths, positions) keep their
 values, so that the code takes the branches that it would take; any other value that is read back is a 1.
 
-Where a GPU would run a fused attention kernel, a stand-in with the memory of that kernel takes its place; where it would
-fall back to the math kernel, the real one runs and its scores count. Memory is what is allocated, by tensors: not what a
-caching allocator reserves beyond it, nor the scratch space inside of kernels, nor a GPU's context.
+Where a GPU would run a fused attention kernel, a stand-in with the memory of that kernel takes its place; where it
+would fall back to the math kernel, the real one runs and its scores count. Memory is what is allocated, by tensors: not
+what a caching allocator reserves beyond it, nor the scratch space inside of kernels, nor a GPU's context.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
-from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.autograd.graph import _engine_run_backward  # pyright: ignore[reportPrivateUsage]
+from torch.nn.attention.bias import CausalBias, causal_lower_right  # pyright: ignore[reportUnknownVariableType]
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.flop_counter import flop_registry
 
 from past_opsd.policy import attention
@@ -85,7 +85,7 @@ class Phase:
     @property
     def kinds(self) -> Kinds:
         """Bytes by kind at the worst moment."""
-        return max(self.peaks.values(), key=_size, default={})
+        return max(self.peaks.values(), key=_size, default=Kinds())
 
     @property
     def peak(self) -> int:
@@ -123,17 +123,19 @@ class Tracer:
     def __init__(self, device: Device = "gpu", real: bool = False):
         self.phase = Phase()
         self._device = device
+        self.real = real
         self._type = "cpu" if real else "meta"
         self._live: Counter[str] = Counter()
         self._total = 0
         self._storages: dict[int, tuple[str, int, weakref.ref[torch.UntypedStorage]]] = {}
         self._highest: dict[str, int] = {}
+        self._done: dict[Any, tuple[Phase, Phase]] = {}
         self._places: dict[Any, str | None] = {}
         self._modes = ExitStack()
 
     def __enter__(self) -> Tracer:
         # torch's causal bias, a tensor of its own class, cannot be made while operations are followed.
-        self._modes.enter_context(_replaced(attention, "causal_lower_right", _unfollowed))
+        self._modes.enter_context(replaced(attention, "causal_lower_right", _unfollowed))
         if self._type == "meta":
             self._modes.enter_context(_Calls(self))
         self._modes.enter_context(_Operations(self))
@@ -161,7 +163,17 @@ class Tracer:
     def so_far(self) -> Phase:
         """What was counted until now."""
         phase = self.phase
-        return Phase({}, phase.launches, *(Counter(c) for c in (phase.flops, phase.reads, phase.attention)))
+        return Phase({}, phase.launches, Counter(phase.flops), Counter(phase.reads), Counter(phase.attention))
+
+    def once(self, key: Any, action: Callable[[], object]) -> None:
+        """Do it, or where the same key was there before in this phase, count what it did then."""
+        key = id(self.phase), key
+        if key in self._done:
+            self.add(*self._done[key])
+            return
+        before = self.so_far()
+        action()
+        self._done[key] = before, self.so_far()
 
     def forget(self) -> None:
         """Count anew; peaks stay."""
@@ -208,7 +220,7 @@ class Tracer:
                     self._add(storage, PLACES.get(place, "activations"), place)
 
     def _place(self) -> str:
-        frame = sys._getframe(2)
+        frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
         while frame is not None:
             code = frame.f_code
             if code not in self._places:
@@ -246,7 +258,9 @@ class Tracer:
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compute the values of what an operation returned, where it is small and follows from known ones."""
-        written = [a for a, s in zip(args, func._schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write]
+        written = [
+            a for a, s in zip(args, func._schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write
+        ]
         small = all(t.numel() <= _SMALL for t in _tensors(out))
         inputs = _tensors((args, kwargs))
         if small and _made_on_host(func, inputs) and all(self.known(t) is not None for t in inputs):
@@ -285,7 +299,14 @@ class Tracer:
         self.phase.attention[kernel, why] += 1
         if kernel == "math":
             return scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal and rows == columns, scale=scale, enable_gqa=enable_gqa
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal and rows == columns,
+                scale=scale,
+                enable_gqa=enable_gqa,
             )
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)  # the kernels add their mask
@@ -321,7 +342,9 @@ class _Fused(torch.autograd.Function):
     """The tensors of a fused attention kernel: no scores, but the logarithm of their sums."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, work: int, tracer: Tracer) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, work: int, tracer: Tracer
+    ) -> Tensor:
         out = torch.empty_like(query)
         sums = query.new_empty(query.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, mask, out, sums)
@@ -348,7 +371,8 @@ def _unfollowed(rows: int, columns: int) -> Any:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Generator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Generator[None]:
+    """Within this, an attribute is another."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -405,14 +429,14 @@ class _Operations(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and func._can_decompose():
             with self:  # without autograd, operations that are made of others come whole
                 return func.decompose(*args, **kwargs)
-        out = func(*args, **kwargs) if tracer._type == "cpu" else self._on_meta(func, args, kwargs)
+        out = func(*args, **kwargs) if tracer.real else self._on_meta(func, args, kwargs)
         tracer.made(out)
         tracer.computed(func, args, kwargs, out)
         return out
 
     def _on_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tracer = self._tracer
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         on_device = isinstance(first, Tensor) and first.device.type == "meta"
         if func is aten._local_scalar_dense.default and on_device:
             tracer.read("item")
@@ -423,11 +447,10 @@ class _Operations(TorchDispatchMode):
             value = tracer.known(first)
             value = torch.ones(first.shape, dtype=first.dtype) if value is None else value
             return func(value, **kwargs)
-        if func in _SHAPED or func in _REPEATS and kwargs.get("output_size") is None:
-            if any(t.device.type == "meta" for t in _tensors(args)):
-                tracer.read(func._schema.name.partition("::")[2])
-                out = _shaped(func, tracer, args, kwargs)
-                return out
+        asked = func in _SHAPED or (func in _REPEATS and kwargs.get("output_size") is None)
+        if asked and any(t.device.type == "meta" for t in _tensors(args)):
+            tracer.read(func._schema.name.partition("::")[2])
+            return _shaped(func, tracer, args, kwargs)
         if func in _INDEXING:
             args = (first, [p for index in args[1] for p in _positions(tracer, index)], *args[2:])
         out = self._shapes(func, args, kwargs)
@@ -457,7 +480,7 @@ def _shaped(func: Any, tracer: Tracer, args: Any, kwargs: dict[str, Any]) -> Ten
         raise NotImplementedError(f"{func} of values that are not known has no shape that could be traced")
     value = func(*values, **kwargs)
     out = value.to("meta")
-    cast(Any, out)._known = value
+    out._known = value
     return out
 
 
@@ -486,10 +509,14 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, list | tuple):
-        return type(tree)(_map(function, item) for item in cast(Any, tree))
+        return _like(tree, (_map(function, item) for item in cast(Any, tree)))
     if isinstance(tree, dict):
         return {key: _map(function, item) for key, item in cast(Any, tree).items()}
     return tree
+
+
+def _like(tree: Any, items: Iterable[Any]) -> Any:
+    return list(items) if isinstance(tree, list) else tuple(items)
 
 
 def _shape(tree: Any) -> Any:
@@ -516,7 +543,7 @@ def _anew(tree: Any) -> Any:
     if isinstance(tree, _Like):
         return torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device="meta")
     if isinstance(tree, list | tuple):
-        return type(tree)(_anew(item) for item in cast(Any, tree))
+        return _like(tree, (_anew(item) for item in cast(Any, tree)))
     return tree
 
 
@@ -535,7 +562,7 @@ def _dtype(tensor: Tensor) -> str:
 
 def _line() -> str:
     """Where in the package the present operation was asked for."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.startswith(OWN) and name != __name__:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -116,7 +116,7 @@ class _Expert(Network):
 def _shapes(section: ModelSection, path: str, layers: int | None) -> tuple[Any, nn.Module]:
     config = configuration(section, path, layers)
     with torch.device(section.device):
-        network = transformers.AutoModelForCausalLM.from_config(
+        network: Any = cast(Any, transformers.AutoModelForCausalLM).from_config(
             config, dtype=getattr(torch, section.dtype), attn_implementation=section.attention
         )
     return config, network.requires_grad_(False).eval()
