@@ -24,6 +24,7 @@ from past_opsd.core.prompts import Prompts
 from past_opsd.learner.diagnostics import Log
 from past_opsd.learner.plan import Bundle
 from past_opsd.learner.step import Learner
+from past_opsd.methods import Method
 from past_opsd.policy import fused, model
 from past_opsd.policy.distributed import World
 from past_opsd.policy.estimate import BYTES, PROBLEM, SOLUTION, Load, Shape, Speed, expected_load, seconds, shape_of
@@ -39,6 +40,8 @@ from past_opsd.run.loop import Loop
 
 PHASES = {"adapt": "teacher step", "distill": "student step"}
 """The cycle's phases that are traced as such, and what they are called here."""
+EARLY = 512
+"""Problems that a method finds which works before the first cycle."""
 STANDING = ("weights", "adapters", "optimizer")
 """Kinds that no phase frees."""
 T = TypeVar("T")
@@ -202,12 +205,13 @@ def _parts(context: int) -> tuple[int, int]:
 
 def _loop(recipe: Recipe, weightless: Weightless, learner: Learner, made: _Made) -> Loop:
     prompts = Prompts(weightless.tokenizer, recipe.prompts)
+    method = config.plugin("method", recipe.method.name).build(recipe.method, prompts, recipe.rollout)
+    early = type(method).prepare is not Method.prepare  # it works on a set of problems before the first cycle
     problem, solution = _parts(weightless.max_context)
     problems = [
         Problem(str(i), _words(problem - i % 2, i), _words(solution, i + 1), "1")
-        for i in range(recipe.rollout.problems_per_cycle)
+        for i in range(max(recipe.rollout.problems_per_cycle, EARLY if early else 0))
     ]
-    method = config.plugin("method", recipe.method.name).build(recipe.method, prompts, recipe.rollout)
     lab = Lab(made, made)
     return Loop(recipe.run.seed, recipe.rollout, problems, prompts, method, lab, learner, weightless.max_context, 1)
 
@@ -262,9 +266,7 @@ class _Watched(Learner):
     def _round(self, phase: Adapter, n: int, plans: Sequence[Sequence[Sequence[Bundle]]], log: Log) -> list[str]:
         chosen = plans[self._model.world.rank][n]
         shapes = [[b.tree.segments, [t.segments for t in b.frozen_trees], _names(b)] for b in chosen]
-        self._tracer.once(
-            (phase, self.steps[phase], repr(shapes)), lambda: super(_Watched, self)._round(phase, n, plans, log)
-        )
+        self._tracer.once((phase, repr(shapes)), lambda: super(_Watched, self)._round(phase, n, plans, log))
         return []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -33,7 +34,7 @@ class Words:
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
         words = text.split()
-        return {"input_ids": [(int(w) if w.isdecimal() else hash(w)) % self._vocabulary for w in words]}
+        return {"input_ids": [(int(w) if w.isdecimal() else zlib.crc32(w.encode())) % self._vocabulary for w in words]}
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The words again."""

@@ -36,13 +36,13 @@ def recipe_of(folder: Path, size: str, *overrides: str) -> Recipe:
     settings = [
         f"model.path={folder}",
         "rollout.problems_per_cycle=2",
-        "rollout.samples_per_problem=2",
+        "rollout.samples_per_problem=1",
         "rollout.student.max_new_tokens=64",
         "rollout.teacher.max_new_tokens=64",
         "evaluation.sampling.max_new_tokens=256",
         "engine.batch=4",
         "method.group_max=3",
-        "learner.token_budget=1024",
+        "learner.token_budget=2048",
         "learner.loss_memory_mib=4",
     ]
     return config.load("embedded/past", [*settings, *overrides])
@@ -59,9 +59,7 @@ class Allocations:
     def phase(self, name: str) -> None:
         self.end()
         self._name = name
-        self._profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        )
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         self._profile.__enter__()
 
     def end(self) -> None:
@@ -118,6 +116,7 @@ def test_the_traced_peak_is_the_allocators_whatever_the_shape(
     check_against_the_allocator(recipe_of(tmp_path, size, *settings))
 
 
+@pytest.mark.slow
 def test_blocks_that_are_counted_are_as_blocks_that_are_run(tmp_path: Path):
     recipe = recipe_of(tmp_path, "deep", "model.gradient_checkpointing=true")
     counted = needs.trace(recipe)
@@ -130,6 +129,7 @@ def test_blocks_that_are_counted_are_as_blocks_that_are_run(tmp_path: Path):
         assert counted.phases[name].attention == phase.attention
 
 
+@pytest.mark.slow
 def test_memory_follows_the_settings(tmp_path: Path):
     def peaks(*settings: str, processes: int = 1) -> dict[str, int]:
         found = needs.trace(recipe_of(tmp_path, "deep", *settings), processes=processes)
@@ -146,6 +146,7 @@ def test_memory_follows_the_settings(tmp_path: Path):
     assert sharded["student step"] != shared["student step"], "half of the blocks, and two of them put together"
 
 
+@pytest.mark.slow
 def test_the_evaluation_says_how_many_rows_fit(tmp_path: Path):
     found = needs.trace(recipe_of(tmp_path, "deep"))
     assert found.rows == needs.seats(found.recipe) == 4
@@ -156,6 +157,7 @@ def test_the_evaluation_says_how_many_rows_fit(tmp_path: Path):
     assert found.rows_within(standing + 2 * beyond(found, "evaluation")) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["opsd", "grpo", "sft", "sd_zero", "h2sd", "opd"])
 def test_every_method_can_be_traced(name: str):
     found = needs.trace(config.load(f"embedded/{name}", ["rollout.problems_per_cycle=2"]), "cpu")
@@ -163,6 +165,7 @@ def test_every_method_can_be_traced(name: str):
     assert found.longest > 0
 
 
+@pytest.mark.slow
 def test_the_command_tells_one_recipe_in_detail_and_a_sweep_as_a_table(tmp_path: Path, capsys):
     recipe_of(tmp_path, "deep")
     words = ["--set", f"model.path={tmp_path}", "--set", "rollout.problems_per_cycle=2", "--set", "engine.batch=2"]
