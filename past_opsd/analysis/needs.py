@@ -27,14 +27,26 @@ from past_opsd.learner.step import Learner
 from past_opsd.methods import Method
 from past_opsd.policy import fused, model
 from past_opsd.policy.distributed import World
-from past_opsd.policy.estimate import BYTES, PROBLEM, SOLUTION, Load, Shape, Speed, expected_load, seconds, shape_of
+from past_opsd.policy.estimate import (
+    BYTES,
+    GIB,
+    PROBLEM,
+    SOLUTION,
+    Load,
+    Shape,
+    Speed,
+    expected_load,
+    seconds,
+    shape_of,
+)
+from past_opsd.policy.memory import SHARE, Room
 from past_opsd.policy.model import TRAINABLE
 from past_opsd.policy.pretrained import Choice, Machine, hardware
 from past_opsd.policy.trace import Device, Phase, Tracer, replaced
 from past_opsd.policy.weightless import Weightless, configuration
 from past_opsd.rollout.engines import Request
 from past_opsd.rollout.engines._draw import choose
-from past_opsd.rollout.engines._rows import Rows
+from past_opsd.rollout.engines._rows import DRAWING, Rows, Sizes
 from past_opsd.rollout.lab import Lab
 from past_opsd.run.loop import Loop
 
@@ -58,7 +70,7 @@ class Needs:
     longest: int
     """Tokens of the longest row of a step."""
     rows: int
-    """Responses that are decoded together in evaluation."""
+    """Responses of the evaluation's longest that can be decoded together; the engine starts more and sets some aside."""
 
     shape: Shape
 
@@ -67,16 +79,16 @@ class Needs:
         """Bytes at the worst moment of all phases."""
         return max(phase.peak for phase in self.phases.values())
 
+    def fits(self, name: str, size: float) -> bool:
+        """Whether a phase stays within so many bytes; decoding takes what is free, if one response fits."""
+        if name == "evaluation":
+            return self.rows > 0
+        return self.phases[name].peak <= SHARE * size
+
     @property
     def load(self) -> Load:
         """What a cycle asks for."""
         return expected_load(self.recipe)
-
-    def rows_within(self, free: float) -> int:
-        """Responses of the evaluation's longest that could be decoded together in so many bytes."""
-        kinds = self.phases["evaluation"].kinds
-        standing = sum(kinds.get(kind, 0) for kind in STANDING)
-        return max(0, int((free - standing) * self.rows / (self.phases["evaluation"].peak - standing)))
 
     def seconds(self, speed: Speed) -> dict[str, float]:
         """Seconds of a cycle by phase; nothing of rollouts that are made elsewhere."""
@@ -94,10 +106,15 @@ class Needs:
         return {name: value for name, value in found.items() if not (elsewhere and name in ("rollout", "draw"))}
 
 
-def seats(recipe: Recipe, requests: int | None = None) -> int:
-    """Rows that the engine decodes together, of so many requests (None: more than it seats)."""
-    batch: int = recipe.engine.model_dump().get("batch", 64)
-    return batch if requests is None else max(1, min(batch, requests))
+def seats(recipe: Recipe, shape: Shape, dtype: str, size: float, prompt: int, limit: int, requests: int) -> Room:
+    """The room that the torch engine has for responses on a device of so many bytes, as it would find it free."""
+    width, lora = BYTES[dtype], shape.lora(recipe.model.lora.rank)
+    pair = 2 * shape.kv_heads * shape.head_dim * width
+    given = recipe.engine.model_dump().get("memory_gib")
+    free = SHARE * (size - shape.parameters * width - 2 * 3 * 4 * lora)
+    batch = min(recipe.engine.model_dump().get("batch", 64), requests)
+    row = DRAWING * shape.vocab + 20 * limit
+    return Room(int(free if given is None else given * GIB), (shape.layers + 1) * pair, row, max(1, batch))
 
 
 def with_length(recipe: Recipe, length: int) -> Recipe:
@@ -113,16 +130,18 @@ def with_length(recipe: Recipe, length: int) -> Recipe:
     return recipe.model_copy(update={"rollout": changed, "evaluation": evaluation, "model": context})
 
 
-def trace(recipe: Recipe, device: Device = "gpu", processes: int = 1, layers: int | None = None) -> Needs:
-    """Trace a recipe as one of so many processes would run it; `layers` cuts the model to so many blocks."""
-    machine = Machine(cuda=device == "gpu", bf16=device == "gpu", flash=False)
+def trace(
+    recipe: Recipe, device: Device = "gpu", processes: int = 1, size: float = 80e9, layers: int | None = None
+) -> Needs:
+    """Trace a recipe as one of so many processes on devices of `size` bytes; `layers` cuts the model to so many."""
+    machine = Machine((8, 0) if device == "gpu" else None)
     choice = hardware(recipe.model, machine)
     section = _settled(recipe.model, choice)
     text = configuration(section, section.path).get_text_config()
     count = text.num_hidden_layers if layers is None else layers
     alike = len(set(getattr(text, "layer_types", None) or [""])) == 1
     depths = (2, 3) if alike and count > 3 else (count,)  # the first block alone reads the embeddings
-    found = [_trace(recipe, section, device, processes, depth) for depth in depths]
+    found = [_trace(recipe, section, device, processes, size, depth) for depth in depths]
     phases = found[0].phases
     if len(found) == 2:
         phases = {name: phase.deeper(found[1].phases[name], count - depths[0]) for name, phase in phases.items()}
@@ -157,7 +176,8 @@ def _settled(section: ModelSection, choice: Choice) -> ModelSection:
     )
 
 
-def _trace(recipe: Recipe, section: ModelSection, device: Device, processes: int, layers: int) -> Needs:
+def _trace(recipe: Recipe, section: ModelSection, device: Device, processes: int, size: float, layers: int) -> Needs:
+    shape, rows = shape_of(configuration(section, section.path), section.path), 0
     tracer = Tracer(device)
     with _as_on(device, tracer), tracer:
         weightless = Weightless(section, _Peers(0, processes), layers)
@@ -167,10 +187,10 @@ def _trace(recipe: Recipe, section: ModelSection, device: Device, processes: int
         if weightless.expert is not None:
             tracer.hold(weightless.expert.network.parameters(), "weights")
         _ = weightless.shares_prompts  # tried once, before the first cycle
-        learner = _Watched(tracer, weightless, recipe)
+        learner = _Watched(tracer, weightless, recipe, device)
         _settle(learner, weightless, device)
         tracer.hold(_states(learner), "optimizer")
-        made = _Made(_fitting(recipe, weightless.max_context), len(weightless.head))
+        made = _Made(_fitting(recipe, weightless), len(weightless.head))
         loop = _loop(recipe, weightless, learner, made)
         loop.prepare()
         made.batches.clear()
@@ -179,23 +199,28 @@ def _trace(recipe: Recipe, section: ModelSection, device: Device, processes: int
         if recipe.engine.name == "torch":
             phases["sampling"] = tracer.begin(Phase())
             for prompts, sampling, adapter in made.batches:
-                own = -(-len(prompts) // processes)
-                _decode(tracer, weightless, prompts[:own], seats(recipe, own), sampling, adapter)
+                own = prompts[: -(-len(prompts) // processes)]
+                limit = sampling.max_new_tokens
+                room = seats(recipe, shape, section.dtype, size, max(map(len, own)), limit, len(own))
+                _decode(tracer, weightless, own, room, sampling, adapter)
             phases["evaluation"] = tracer.begin(Phase())
-            asked = [loop.prompts.evaluation(p) for p in loop.problems]
-            _decode(tracer, weightless, asked, seats(recipe), recipe.evaluation.sampling, "student")
+            asked = [loop.prompts.evaluation(p) for p in loop.problems[:8]]
+            sampling, prompt = recipe.evaluation.sampling, max(map(len, asked))
+            room = seats(recipe, shape, section.dtype, size, prompt, sampling.max_new_tokens, 10**6)
+            rows = room.rows(prompt + sampling.max_new_tokens)
+            _decode(tracer, weightless, asked, room, sampling, "student")
         tracer.begin(Phase())
     order = ("sampling", "teacher step", "student step", "evaluation")
     found = {name: phases[name] for name in order if name in phases and phases[name].launches}
-    shape = shape_of(configuration(section, section.path), section.path)
-    return Needs(recipe, weightless.choice, processes, found, learner.longest, seats(recipe), shape)
+    return Needs(recipe, weightless.choice, processes, found, learner.longest, rows, shape)
 
 
-def _fitting(recipe: Recipe, context: int) -> int:
+def _fitting(recipe: Recipe, weightless: Weightless) -> int:
     """Tokens of the longest response that the teacher's row still holds: longer ones a run does not train on."""
+    context = weightless.max_context
     twice = 2 if config.ask_method(recipe).reads_response else 1
-    texts = (recipe.prompts.hindsight, *(turn["content"] for turn in recipe.prompts.turns))
-    return max(1, (context - sum(_parts(context)) - sum(len(text.split()) for text in texts)) // twice)
+    around = len(Prompts(weightless.tokenizer, recipe.prompts).hindsight(Problem("", "", "", ""), ""))
+    return max(1, (context - sum(_parts(context)) - around) // twice)
 
 
 def _parts(context: int) -> tuple[int, int]:
@@ -253,8 +278,10 @@ class _Made(Closing):
 class _Watched(Learner):
     """The learner, and the longest row that it was given; micro-batches of the same shapes are run once."""
 
-    def __init__(self, tracer: Tracer, weightless: Weightless, recipe: Recipe):
+    def __init__(self, tracer: Tracer, weightless: Weightless, recipe: Recipe, device: Device):
         super().__init__(weightless, recipe.learner, recipe.run.cycles)
+        if device == "gpu" and recipe.learner.implementation == "auto":
+            self.implementation = "triton"
         self._tracer = tracer
         self.longest = 0
 
@@ -305,19 +332,27 @@ def _states(learner: Learner) -> Iterator[Tensor]:
 
 
 def _decode(
-    tracer: Tracer, weightless: Weightless, prompts: Sequence[Tokens], rows: int, sampling: Sampling, adapter: Adapter
+    tracer: Tracer, weightless: Weightless, prompts: Sequence[Tokens], room: Room, sampling: Sampling, adapter: Adapter
 ) -> None:
-    """The engine's rows from their prompts to the last token; only the last step is taken, and counted alone."""
+    """The engine's rows from their prompts to the last token; only the last step is taken, and counted alone.
+
+    So many rows as the room holds at their limit, at least one; in the room that leaves these as many columns as in
+    the whole model.
+    """
+    limit, longest = sampling.max_new_tokens, max(map(len, prompts))
+    rows = max(1, room.rows(longest + limit))
     entering = [prompts[i % len(prompts)] for i in range(rows)]
-    limit = sampling.max_new_tokens
+    columns = max(room.columns(rows), longest + limit)
     with weightless.sampling(adapter), torch.inference_mode():
-        state = cast(Any, Rows(weightless, entering, rows))
+        sizes = Sizes.of(weightless)
+        space = replace(room, token=sizes.token, size=rows * (sizes.token * columns + room.row), batch=rows)
+        state = cast(Any, Rows(weightless, entering, limit, space, sizes))
         uniforms = torch.zeros(rows, limit, dtype=torch.float64, device="meta")
         drawn = torch.zeros(rows, limit, dtype=torch.long, device="meta"), torch.zeros(rows, limit, device="meta")
         logits = state.enter(entering)
         window, last = state._window, state._longest + limit - 1
         while window.end < last:  # as if every token had been read, the buffers growing as they fill
-            window.end = min(state._mask.shape[1], last)
+            window.end = min(state._columns, last)
             if window.end < last:
                 state._make_room()
         window.end = max(window.end - 1, state._longest)

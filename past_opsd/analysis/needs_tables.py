@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 from past_opsd.analysis.needs import Needs
 from past_opsd.policy.estimate import GIB, GPUS, assumed
-from past_opsd.policy.trace import Phase
+from past_opsd.policy.memory import SHARE
 
-SHARE = 0.9
-"""The part of a GPU that may be planned for: the rest is its context, kernels' scratch space and fragments."""
 KINDS = ("weights", "adapters", "optimizer", "gradients", "activations", "logits and loss", "KV cache")
 PHASES = ("sampling", "teacher step", "student step", "evaluation")
 READS = 6
@@ -30,8 +28,10 @@ def detail(needs: Needs, gpu: str) -> str:
     ]
     for name, phase in needs.phases.items():
         cells = [f"{phase.kinds.get(kind, 0) / GIB:.2f}" for kind in KINDS]
-        lines.append(f"{_row(name, [*cells, f'{phase.peak / GIB:.2f}'], 12)}  {_fits(phase, gpu)}".rstrip())
-    lines += [f"of {size / GIB:.1f} GiB on {gpu}, of which {SHARE:.0%} may be used", *_evaluation(needs, gpu), ""]
+        lines.append(
+            f"{_row(name, [*cells, f'{phase.peak / GIB:.2f}'], 12)}{'' if needs.fits(name, size) else '  does NOT fit'}"
+        )
+    lines += [f"of {size / GIB:.1f} GiB on {gpu}, of which {SHARE:.0%} may be used", *_evaluation(needs), ""]
     dtypes = sorted({dtype for phase in needs.phases.values() for dtype in phase.flops})
     lines.append(_row("", ["launches", "reads", *(f"TFLOP {dtype}" for dtype in dtypes)], 15))
     for name, phase in needs.phases.items():
@@ -53,8 +53,8 @@ def table(found: Sequence[Needs], gpu: str) -> str:
     ]
     for needs in found:
         recipe = needs.recipe
-        peaks = [_cell(needs.phases.get(name), gpu) for name in PHASES]
-        rows = str(needs.rows_within(SHARE * GPUS[gpu][2])) if "evaluation" in needs.phases else "servers'"
+        peaks = [_cell(needs, name, gpu) for name in PHASES]
+        rows = str(needs.rows) if "evaluation" in needs.phases else "servers'"
         cells = [f"{recipe.name}, {recipe.model.path.rpartition('/')[2]}", str(needs.processes)]
         cells += [
             f"{recipe.rollout.student.max_new_tokens:,}",
@@ -75,28 +75,22 @@ def cycle(needs: Needs, gpu: str) -> float:
     return sum((phases | ({"draw": teacher["draw"]} if "draw" in phases else {})).values())
 
 
-def fits(phase: Phase, gpu: str) -> bool:
-    """Whether a phase stays within the part of the GPU that may be planned for."""
-    return phase.peak <= SHARE * GPUS[gpu][2]
-
-
-def _fits(phase: Phase, gpu: str) -> str:
-    return "" if fits(phase, gpu) else "does NOT fit"
-
-
-def _cell(phase: Phase | None, gpu: str) -> str:
-    if phase is None:
+def _cell(needs: Needs, name: str, gpu: str) -> str:
+    if name not in needs.phases:
         return "-"
-    return f"{phase.peak / GIB:.1f}" + ("" if fits(phase, gpu) else " **no**")
+    return f"{needs.phases[name].peak / GIB:.1f}" + ("" if needs.fits(name, GPUS[gpu][2]) else " **no**")
 
 
-def _evaluation(needs: Needs, gpu: str) -> list[str]:
+def _evaluation(needs: Needs) -> list[str]:
     if "evaluation" not in needs.phases:
         return [f"responses are drawn by engine.name = '{needs.recipe.engine.name}', whose memory is not traced"]
-    if fits(needs.phases["evaluation"], gpu):
-        return []
-    rows = needs.rows_within(SHARE * GPUS[gpu][2])
-    return [f"the evaluation fits with engine.batch = {rows}" if rows else "the evaluation does not fit with one row"]
+    length = f"{needs.recipe.evaluation.sampling.max_new_tokens:,}"
+    batch = needs.recipe.engine.model_dump().get("batch", 0)
+    if not needs.rows:
+        return [f"not even one response of {length} tokens can be decoded in evaluation"]
+    if needs.rows < batch:
+        return [f"of {batch} rows {needs.rows} can be decoded to {length} tokens in evaluation; the others wait"]
+    return []
 
 
 def _attention(needs: Needs) -> list[str]:

@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 
 from past_opsd.analysis.needs import Needs, trace
-from past_opsd.analysis.needs_tables import SHARE
 from past_opsd.core import config
 from past_opsd.core.config import MethodOptions, Recipe
 from past_opsd.core.nouns import Adapter, PastError, derive_seed
@@ -334,8 +333,8 @@ def shape_for(recipe: Recipe) -> estimate.Shape:
 def needs(console: Console, recipe: Recipe) -> None:
     """Memory and time on this machine, what to change when it will not fit, and what it takes on GPUs of 80 GB."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = trace(recipe, "gpu" if device.type == "cuda" else "cpu")
     free = estimate.available(device)
+    found = trace(recipe, "gpu" if device.type == "cuda" else "cpu", size=free)
     count = found.shape.parameters / 1e6
     size = f"{count / 1e3:.2f} B" if count >= 1000 else f"{count:.3g} M"
     console.print(f"\n{recipe.model.path}: {size} parameters, {found.choice.dtype}", style="bold")
@@ -343,7 +342,7 @@ def needs(console: Console, recipe: Recipe) -> None:
         console.print(f"  {name:32s} {phase.peak / estimate.GIB:8.2f} GiB", highlight=False)
     if "evaluation" not in found.phases:
         console.print("  responses and evaluation are drawn elsewhere, or by an engine that is not traced")
-    fits = found.peak <= SHARE * free
+    fits = all(found.fits(name, free) for name in found.phases)
     verdict = "fits" if fits else "will NOT fit"
     worst = f"{found.peak / estimate.GIB:8.2f} GiB; {free / estimate.GIB:.1f} GiB free: {verdict}"
     console.print(f"  {'at the worst moment':32s} {worst}")
@@ -367,37 +366,41 @@ def on_gpus(console: Console, recipe: Recipe) -> None:
     """What fits on one and on eight GPUs of 80 GB, by phase: traced, not measured on one."""
     for processes in (1, 8):
         found = trace(recipe, "gpu", processes)
-        room = SHARE * estimate.GPUS[GPU][2]
+        size = estimate.GPUS[GPU][2]
         peaks = [
-            f"{name} {phase.peak / estimate.GIB:.1f} GiB" + ("" if phase.peak <= room else " (does NOT fit)")
+            f"{name} {phase.peak / estimate.GIB:.1f} GiB" + ("" if found.fits(name, size) else " (does NOT fit)")
             for name, phase in found.phases.items()
         ]
         console.print(f"  on {processes} x 80 GB, traced: {', '.join(peaks)}", highlight=False, soft_wrap=True)
-        if "evaluation" in found.phases and found.phases["evaluation"].peak > room:
-            console.print(f"    {_batch(found, room)}", highlight=False, soft_wrap=True)
+        if "evaluation" in found.phases:
+            console.print(f"    {_batch(found)}", highlight=False, soft_wrap=True)
 
 
-def _batch(found: Needs, room: float) -> str:
-    rows, length = found.rows_within(room), found.recipe.evaluation.sampling.max_new_tokens
-    if not rows:
-        return f"not even one response of {length:,} tokens can be decoded in evaluation"
-    return f"evaluation: {found.rows} rows of {length:,} tokens do not fit; engine.batch = {rows} does"
+def _batch(found: Needs) -> str:
+    length = f"{found.recipe.evaluation.sampling.max_new_tokens:,}"
+    if not found.rows:
+        return f"evaluation: not even one response of {length} tokens can be decoded"
+    return f"evaluation: {found.rows} responses of {length} tokens at a time"
 
 
 def advice(found: Needs, free: int) -> list[str]:
     """What would make the recipe fit, most telling first."""
     out: list[str] = []
-    recipe, room = found.recipe, SHARE * free
+    recipe = found.recipe
     device: Device = "gpu" if found.choice.device.startswith("cuda") else "cpu"
 
     def would(text: str, changed: Recipe) -> None:
-        peak = max(phase.peak for name, phase in trace(changed, device).phases.items() if name not in decoding)
-        out.append(f"{text}: steps of {peak / estimate.GIB:.1f} GiB, {'fits' if peak <= room else 'still too much'}")
+        peak = max(
+            phase.peak for name, phase in trace(changed, device, size=free).phases.items() if name not in decoding
+        )
+        out.append(
+            f"{text}: steps of {peak / estimate.GIB:.1f} GiB, {'fits' if peak <= SHARE * free else 'still too much'}"
+        )
 
     decoding = [name for name in ("sampling", "evaluation") if name in found.phases]
-    if "evaluation" in decoding and found.phases["evaluation"].peak > room:
-        out.append(_batch(found, room))
-    if any(phase.peak > room for name, phase in found.phases.items() if name not in decoding):
+    if "evaluation" in decoding and not found.rows:
+        out.append(_batch(found))
+    if not all(found.fits(name, free) for name in found.phases if name not in decoding):
         smaller = max(found.longest, recipe.learner.token_budget // 4)
         learner = recipe.learner.model_copy(update={"token_budget": smaller})
         would(f"learner.token_budget = {smaller}", recipe.model_copy(update={"learner": learner}))

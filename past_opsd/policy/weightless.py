@@ -101,7 +101,7 @@ class Weightless(Model):
         """As the section says, also beyond what the model was made for."""
         return self.section.max_context or super().max_context
 
-    def digest(self, adapter: Adapter) -> str:
+    def fingerprint(self, adapter: Adapter) -> str:
         """Nothing to read."""
         return ""
 

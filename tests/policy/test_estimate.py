@@ -45,11 +45,13 @@ def test_the_load_follows_the_method():
     assert past.teacher_prompt - opsd.teacher_prompt == 1024, "only PAST's teacher reads the response"
 
 
-def cycle(
-    *overrides: str, speed: estimate.Speed = estimate.Speed(1e12, 1e11, 1e12), **options: int
-) -> dict[str, float]:
+SPEED = estimate.Speed(1e12, 1e11, 1e12)
+
+
+def cycle(*overrides: str, speed: estimate.Speed = SPEED, launches: int = 0) -> dict[str, float]:
     recipe = config.load("paper/past", overrides)
-    return estimate.seconds(estimate.KNOWN[recipe.model.path], estimate.expected_load(recipe), speed, True, **options)
+    shape, load = estimate.KNOWN[recipe.model.path], estimate.expected_load(recipe)
+    return estimate.seconds(shape, load, speed, True, launches=launches)
 
 
 def test_time_is_linear_in_the_samples():
