@@ -70,7 +70,7 @@ class Needs:
     longest: int
     """Tokens of the longest row of a step."""
     rows: int
-    """Responses of the evaluation's longest that can be decoded together; the engine starts more and sets some aside."""
+    """Responses of the evaluation's longest that are decoded together; the engine starts more, and sets some aside."""
 
     shape: Shape
 
@@ -146,18 +146,18 @@ def trace(
     if len(found) == 2:
         phases = {name: phase.deeper(found[1].phases[name], count - depths[0]) for name, phase in phases.items()}
     whole = replace(found[0], choice=choice, phases=phases)
-    if processes > 1 and recipe.distributed.shard == "full":
-        _shard(whole)
+    if processes > 1 and recipe.distributed.shard != "none":
+        _shard(whole, min(processes, MACHINE) if recipe.distributed.shard == "hybrid" else processes)
     return whole
 
 
-def _shard(needs: Needs) -> None:
+def _shard(needs: Needs, parts: int) -> None:
     """Take off what the other processes hold of a sharded base: computed, the exchange itself is not traced.
 
     A step has the block at work and the next one put together; sampling from the trainer's weights all of them.
     """
     width, shape = BYTES[needs.choice.dtype], needs.shape
-    away = shape.body * width * (needs.processes - 1) // needs.processes
+    away = shape.body * width * (parts - 1) // parts
     for name, phase in needs.phases.items():
         together = shape.body if name in ("sampling", "evaluation") else 2 * shape.block
         for kinds in phase.peaks.values():

@@ -41,6 +41,7 @@ from past_opsd.interface.checks import (
     training_protocol,
 )
 from past_opsd.policy import estimate, fused
+from past_opsd.policy.memory import SHARE
 from past_opsd.policy.model import TRAINABLE
 from past_opsd.policy.pretrained import hardware, load_tokenizer, read_config
 from past_opsd.policy.trace import Device
