@@ -30,6 +30,7 @@ from past_opsd.policy.distributed import World
 from past_opsd.policy.estimate import (
     BYTES,
     GIB,
+    MACHINE,
     PROBLEM,
     SOLUTION,
     Load,
