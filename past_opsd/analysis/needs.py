@@ -294,7 +294,9 @@ class _Watched(Learner):
     def _round(self, phase: Adapter, n: int, plans: Sequence[Sequence[Sequence[Bundle]]], log: Log) -> list[str]:
         chosen = plans[self._model.world.rank][n]
         shapes = [[b.tree.segments, [t.segments for t in b.frozen_trees], _names(b)] for b in chosen]
-        self._tracer.once((phase, repr(shapes)), lambda: super(_Watched, self)._round(phase, n, plans, log))
+        self._tracer.once(
+            (phase, self.steps[phase], repr(shapes)), lambda: super(_Watched, self)._round(phase, n, plans, log)
+        )
         return []
 
 
