@@ -20,7 +20,6 @@ import pytest
 
 from past_opsd.core import config
 from past_opsd.interface.cli import COMMANDS, build_parser, main
-from past_opsd.policy import estimate
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -146,15 +145,6 @@ def test_commands_and_options_named_in_a_sentence_exist():
                 parser = inner[0].choices[rest[0]]
             options = [word.strip("[]").partition("=")[0] for word in rest if word.strip("[").startswith("--")]
             assert set(options) <= set(parser._option_string_actions) | {"--help"}, (page.name, text)
-
-
-def test_estimates_that_a_page_shows_can_be_made(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    found = [words for _, words in shell_lines() if "past_opsd.policy.estimate" in words]
-    assert found
-    for words in found:
-        monkeypatch.setattr(sys, "argv", words[2:])
-        assert estimate.main() == 0, words
-        capsys.readouterr()
 
 
 @pytest.mark.parametrize("snippet", TOML, ids=[s.where for s in TOML])

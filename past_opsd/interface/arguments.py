@@ -7,6 +7,7 @@ from pathlib import Path
 
 TRAJECTORIES = 12
 REPEATS = 8
+LENGTHS = "4096,16384,38912"
 SEEDS = (17, 29, 43)
 _SEEDS = ",".join(map(str, SEEDS))
 
@@ -179,6 +180,23 @@ def doctor(parser: ArgumentParser) -> None:
         "--repeats", type=int, help=f"repeats of every check (default {REPEATS}; 2 with a large model on a CPU)"
     )
     parser.add_argument("--dry", action="store_true", help="load no weights")
+
+
+def trace(parser: ArgumentParser) -> None:
+    """`past trace`."""
+    parser.add_argument("recipe", nargs="+", help="shipped recipes (see 'past recipes') or .toml files")
+    parser.add_argument(
+        "--lengths",
+        nargs="?",
+        const=LENGTHS,
+        metavar="TOKENS",
+        help=f"also with responses of so many tokens, comma-separated (without a value: {LENGTHS})",
+    )
+    parser.add_argument("--processes", default="1", help="numbers of GPUs, comma-separated (default 1)")
+    parser.add_argument(
+        "--gpu", default="H100-80GB", help="whose data sheet (default %(default)s; a wrong name lists them)"
+    )
+    _overrides(parser)
 
 
 def serve(parser: ArgumentParser) -> None:

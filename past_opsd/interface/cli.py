@@ -204,6 +204,13 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
             recipe=True,
         ),
         Command(
+            "trace",
+            "what a recipe takes on GPUs that are not here: memory, launches, arithmetic",
+            "paper/past --lengths 4096,38912",
+            commands.trace,
+            arguments.trace,
+        ),
+        Command(
             "rehearse",
             "see a recipe start and end here: small, with a made model and data",
             "paper/past",

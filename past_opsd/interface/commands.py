@@ -60,6 +60,39 @@ def inspect(args: Namespace) -> int:
     return 0
 
 
+def trace(args: Namespace) -> int:
+    """`past trace`."""
+    from past_opsd.core import config
+    from past_opsd.policy.estimate import GPUS
+
+    if args.gpu not in GPUS:
+        raise PastError(f"--gpu {args.gpu}: no data sheet of it here; known are {', '.join(GPUS)}")
+    processes = _numbers("--processes", args.processes)
+    lengths = [] if args.lengths is None else _numbers("--lengths", args.lengths)
+    recipes = [config.load(name, args.overrides) for name in args.recipe]
+    from past_opsd.analysis import needs, needs_tables
+
+    found: list[needs.Needs] = []
+    for recipe in recipes:
+        for n in processes:
+            for length in (None, *lengths):
+                changed = recipe if length is None else needs.with_length(recipe, length)
+                life.doing(f"tracing {recipe.name} on {n} GPU(s)" + (f", {length:,} tokens" if length else ""))
+                found.append(needs.trace(changed, processes=n, size=GPUS[args.gpu][2]))
+    if len(recipes) == len(processes) == 1:
+        print(needs_tables.detail(found[0], args.gpu))
+    if len(found) > 1:
+        print(("\n" if len(recipes) == len(processes) == 1 else "") + needs_tables.table(found, args.gpu))
+    return 0
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    numbers = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if min(numbers) < 1:
+        raise PastError(f"{option} {text}: give whole numbers from 1 on, comma-separated, e.g. {option} 1,8")
+    return numbers
+
+
 def train(args: Namespace) -> int:
     """`past train`."""
     try:

@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from past_opsd.analysis.needs import Needs, trace
 from past_opsd.core import config
 from past_opsd.core.config import MethodOptions, Recipe
 from past_opsd.core.nouns import Adapter, PastError, derive_seed
@@ -40,8 +41,10 @@ from past_opsd.interface.checks import (
     training_protocol,
 )
 from past_opsd.policy import estimate, fused
+from past_opsd.policy.memory import SHARE
 from past_opsd.policy.model import TRAINABLE
 from past_opsd.policy.pretrained import hardware, load_tokenizer, read_config
+from past_opsd.policy.trace import Device
 from past_opsd.run import checkpoint
 from past_opsd.run.evaluate import evaluate
 from past_opsd.run.folder import STATE, RunFolder
@@ -49,6 +52,7 @@ from past_opsd.run.health import counted
 from past_opsd.run.train import Session, Silent, session, train
 from past_opsd.tasks import Problems
 
+GPU = "H100-80GB"
 MADE_VOCAB = 1024  # CPUs without bfloat16 units take minutes for a large head
 REPEATS = arguments.REPEATS
 UNKNOWN = 10**9  # the context of a model whose recipe does not say it, where its weights are not loaded
@@ -328,57 +332,82 @@ def shape_for(recipe: Recipe) -> estimate.Shape:
 
 
 def needs(console: Console, recipe: Recipe) -> None:
-    """Memory and time on this machine, and what to change when it will not fit."""
-    shape, choice = shape_for(recipe), hardware(recipe.model)
-    load = estimate.expected_load(recipe)
+    """Memory and time on this machine, what to change when it will not fit, and what it takes on GPUs of 80 GB."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    parts = estimate.memory(recipe, shape, load, choice.dtype, choice.gradient_checkpointing)
-    total, free = sum(parts.values()), estimate.available(device)
-    count = shape.parameters / 1e6
+    free = estimate.available(device)
+    found = trace(recipe, "gpu" if device.type == "cuda" else "cpu", size=free)
+    count = found.shape.parameters / 1e6
     size = f"{count / 1e3:.2f} B" if count >= 1000 else f"{count:.3g} M"
-    console.print(f"\n{recipe.model.path}: {size} parameters, {choice.dtype}", style="bold")
-    for name, part in parts.items():
-        console.print(f"  {name:32s} {part / estimate.GIB:8.2f} GiB", highlight=False)
-    fits = total <= 0.9 * free
+    console.print(f"\n{recipe.model.path}: {size} parameters, {found.choice.dtype}", style="bold")
+    for name, phase in found.phases.items():
+        console.print(f"  {name:32s} {phase.peak / estimate.GIB:8.2f} GiB", highlight=False)
+    if "evaluation" not in found.phases:
+        console.print("  responses and evaluation are drawn elsewhere, or by an engine that is not traced")
+    fits = all(found.fits(name, free) for name in found.phases)
     verdict = "fits" if fits else "will NOT fit"
-    console.print(f"  {'together':32s} {total / estimate.GIB:8.2f} GiB; {free / estimate.GIB:.1f} GiB free: {verdict}")
+    worst = f"{found.peak / estimate.GIB:8.2f} GiB; {free / estimate.GIB:.1f} GiB free: {verdict}"
+    console.print(f"  {'at the worst moment':32s} {worst}")
     if not fits:
-        for line in advice(recipe, shape, load, free, choice.dtype):
+        for line in advice(found, free):
             console.print(f"  - {line}", highlight=False, soft_wrap=True)
     # A CPU multiplies half precision far slower than float32, and nobody would train so on it.
-    dtype = torch.float32 if device.type == "cpu" else getattr(torch, choice.dtype)
-    speed = estimate.measure(dtype, device, load.student_samples)
-    phases = estimate.seconds(shape, load, speed, choice.gradient_checkpointing)
+    dtype = torch.float32 if device.type == "cpu" else getattr(torch, found.choice.dtype)
+    phases = found.seconds(estimate.measure(dtype, device, found.load.student_samples))
     cycle = sum(phases.values())
     shown = ", ".join(f"{name} {_duration(value)}" for name, value in phases.items() if value)
     longest = _duration(cycle * recipe.run.cycles)
     console.print(f"  a cycle at most {_duration(cycle)} here, every response at its limit:", highlight=False)
     console.print(f"    {shown}", highlight=False)
     console.print(f"  {recipe.run.cycles} cycles {longest}, evaluation apart", highlight=False)
+    if found.shape.parameters > SLOW:
+        on_gpus(console, recipe)
 
 
-def advice(recipe: Recipe, shape: estimate.Shape, load: estimate.Load, free: int, dtype: str) -> list[str]:
+def on_gpus(console: Console, recipe: Recipe) -> None:
+    """What fits on one and on eight GPUs of 80 GB, by phase: traced, not measured on one."""
+    for processes in (1, 8):
+        found = trace(recipe, "gpu", processes)
+        size = estimate.GPUS[GPU][2]
+        peaks = [
+            f"{name} {phase.peak / estimate.GIB:.1f} GiB" + ("" if found.fits(name, size) else " (does NOT fit)")
+            for name, phase in found.phases.items()
+        ]
+        console.print(f"  on {processes} x 80 GB, traced: {', '.join(peaks)}", highlight=False, soft_wrap=True)
+        if "evaluation" in found.phases:
+            console.print(f"    {_batch(found)}", highlight=False, soft_wrap=True)
+
+
+def _batch(found: Needs) -> str:
+    length = f"{found.recipe.evaluation.sampling.max_new_tokens:,}"
+    if not found.rows:
+        return f"evaluation: not even one response of {length} tokens can be decoded"
+    return f"evaluation: {found.rows} responses of {length} tokens at a time"
+
+
+def advice(found: Needs, free: int) -> list[str]:
     """What would make the recipe fit, most telling first."""
     out: list[str] = []
+    recipe = found.recipe
+    device: Device = "gpu" if found.choice.device.startswith("cuda") else "cpu"
 
-    def would(text: str, changed: Recipe, dtype: str) -> None:
-        size = sum(estimate.memory(changed, shape, estimate.expected_load(changed), dtype, True).values())
-        fits = "fits" if size <= 0.9 * free else "still too much"
-        out.append(f"{text}: {size / estimate.GIB:.1f} GiB, {fits}")
+    def would(text: str, changed: Recipe) -> None:
+        peak = max(
+            phase.peak for name, phase in trace(changed, device, size=free).phases.items() if name not in decoding
+        )
+        out.append(
+            f"{text}: steps of {peak / estimate.GIB:.1f} GiB, {'fits' if peak <= SHARE * free else 'still too much'}"
+        )
 
-    smaller = max(load.longest, recipe.learner.token_budget // 4)
-    learner = recipe.learner.model_copy(update={"token_budget": smaller})
-    would(f"learner.token_budget = {smaller}", recipe.model_copy(update={"learner": learner}), dtype)
-    if dtype == "float32":
-        would('model.dtype = "bfloat16"', recipe, "bfloat16")
-    half = recipe.rollout.model_copy(
-        update={
-            role: sampling.model_copy(update={"max_new_tokens": max(1, sampling.max_new_tokens // 2)})
-            for role, sampling in (("student", recipe.rollout.student), ("teacher", recipe.rollout.teacher))
-        }
-    )
-    shorter = recipe.model_copy(update={"rollout": half, "learner": learner})
-    would("that and half of max_new_tokens for both roles", shorter, dtype)
+    decoding = [name for name in ("sampling", "evaluation") if name in found.phases]
+    if "evaluation" in decoding and not found.rows:
+        out.append(_batch(found))
+    if not all(found.fits(name, free) for name in found.phases if name not in decoding):
+        smaller = max(found.longest, recipe.learner.token_budget // 4)
+        learner = recipe.learner.model_copy(update={"token_budget": smaller})
+        would(f"learner.token_budget = {smaller}", recipe.model_copy(update={"learner": learner}))
+        if found.choice.dtype == "float32":
+            half = recipe.model.model_copy(update={"dtype": "bfloat16"})
+            would('model.dtype = "bfloat16"', recipe.model_copy(update={"model": half}))
     out.append("or a smaller model, or rollouts on vLLM servers of their own (engine.name = 'vllm', mode = 'server')")
     return out
 

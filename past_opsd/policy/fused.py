@@ -45,9 +45,8 @@ ALIGNMENT = ("dot", "norm_clipped", "norm_unclipped")
 # What a thread of `fused` touches at once, so that it stays in cache: bytes of a block of positions in the
 # elementwise pass (larger on other devices), and entries of the head in a projection (all where the product itself is
 # shared among threads).
-_BLOCK_BYTES = 2**20
+BLOCK_BYTES = {"cpu": 2**20, "gpu": 2**26}
 _TILE = 2048
-_DEVICE_BLOCK_BYTES = 2**26
 # Chunk-sized tensors alive at once when autograd runs a chunk.
 _AUTOGRAD_COPIES = 24
 
@@ -423,7 +422,7 @@ def _elementwise(heads: Heads, chunk: Chunk, z: Tensor, x: Tensor | None, out: T
     Threads over blocks wait for each other once; threads inside each operation would wait thousands of times.
     """
     n, V, on_cpu = len(chunk), heads.live.shape[0], z.device.type == "cpu"
-    size = (_BLOCK_BYTES if on_cpu else _DEVICE_BLOCK_BYTES) // (V * heads.dtype.itemsize)
+    size = BLOCK_BYTES["cpu" if on_cpu else "gpu"] // (V * heads.dtype.itemsize)
     size = max(1, min(n, size))
     blocks = [slice(start, min(start + size, n)) for start in range(0, n, size)]
     threads = torch.get_num_threads()

@@ -135,7 +135,7 @@ class Network:
 
     def __init__(self, section: ModelSection, path: str, choice: Choice | None = None):
         self.choice = choice or hardware(section)
-        self.config, self.network = load_network(section, path, self.choice)
+        self.config, self.network = self._load(section, path)
         if self.choice.attention == "sdpa":
             cast(Any, self.network).set_attn_implementation(attention.NAME)
         self.device = cast(Any, self.network).get_input_embeddings().weight.device
@@ -143,6 +143,9 @@ class Network:
         self.tick: Callable[[], None] = lambda: None
         """Called before every forward of the training side and every decoding step: for a profiler."""
         self._prove(path)
+
+    def _load(self, section: ModelSection, path: str) -> tuple[Any, nn.Module]:
+        return load_network(section, path, self.choice)
 
     def _logit_scale(self, path: str) -> float:
         plain = self.config.get_text_config().to_dict()
@@ -284,7 +287,7 @@ class Model(Network):
     def __init__(self, section: ModelSection, seed: int = 0, world: World | None = None, shard: Shard = "none"):
         self.section = section
         self.world = world or World()
-        self.tokenizer = load_tokenizer(section)
+        self.tokenizer = self._read_tokenizer(section)
         super().__init__(section, section.path, place(hardware(section), self.world))
         self._fit_vocabulary()
         self.expert = None if section.expert is None else self._load_expert(section.expert)
@@ -307,6 +310,9 @@ class Model(Network):
         self.activate("base")
         if shard != "none" and not self.world.alone:
             self._shard(shard)
+
+    def _read_tokenizer(self, section: ModelSection) -> Any:
+        return load_tokenizer(section)
 
     @property
     def stops(self) -> frozenset[int]:

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -41,19 +38,6 @@ def test_a_configuration_without_dimensions_is_told():
         estimate.shape_of(Odd(), "odd")
 
 
-def total(*overrides: str, checkpointing: bool = True) -> int:
-    recipe = config.load("paper/past", overrides)
-    shape = estimate.KNOWN["Qwen/Qwen3-1.7B"]
-    load = estimate.expected_load(recipe)
-    return sum(estimate.memory(recipe, shape, load, "bfloat16", checkpointing).values())
-
-
-def test_memory_grows_with_what_needs_it():
-    assert total(checkpointing=False) > total()
-    assert total("model.lora.rank=128") > total()
-    assert total("rollout.student.max_new_tokens=8192", "rollout.teacher.max_new_tokens=8192") > total()
-
-
 def test_the_load_follows_the_method():
     past, opsd = (estimate.expected_load(config.load(f"paper/{name}")) for name in ("past", "opsd"))
     assert (past.student_samples, past.teacher_samples) == (4, 32)
@@ -61,47 +45,44 @@ def test_the_load_follows_the_method():
     assert past.teacher_prompt - opsd.teacher_prompt == 1024, "only PAST's teacher reads the response"
 
 
-def in_process(processes: int, *overrides: str) -> dict[str, int]:
-    recipe = config.load("scale/qwen3-32b-nodes", overrides)
+SPEED = estimate.Speed(1e12, 1e11, 1e12)
+
+
+def cycle(*overrides: str, speed: estimate.Speed = SPEED, launches: int = 0) -> dict[str, float]:
+    recipe = config.load("paper/past", overrides)
     shape, load = estimate.KNOWN[recipe.model.path], estimate.expected_load(recipe)
-    return estimate.memory(recipe, shape, load, "bfloat16", True, processes)
-
-
-def test_sharding_divides_the_blocks_and_nothing_else():
-    shape = estimate.KNOWN["Qwen/Qwen3-32B"]
-    one, eight = (in_process(n)["base weights"] for n in (1, 8))
-    assert one - eight == pytest.approx(2 * shape.body * 7 / 8, rel=1e-6)
-    assert in_process(8, "distributed.shard=none")["base weights"] == one
-    assert in_process(8)["two adapters, two AdamW states"] == in_process(1)["two adapters, two AdamW states"]
-
-
-def test_the_torch_engine_puts_a_sharded_base_together_and_servers_do_not():
-    shape = estimate.KNOWN["Qwen/Qwen3-32B"]
-    assert in_process(8, "engine.name=torch")["rollouts"] > 2 * shape.body
-    assert "rollouts" not in in_process(8)
-
-
-def test_the_table_of_the_docs_is_what_the_command_prints(capsys: pytest.CaptureFixture[str], monkeypatch):
-    text = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^    python -m past_opsd\.policy\.estimate (.*)$", text, re.MULTILINE)
-    assert commands
-    for command in commands:
-        monkeypatch.setattr("sys.argv", ["estimate", *command.split()])
-        assert estimate.main() == 0
-        printed = capsys.readouterr().out
-        assert printed in text, printed
+    return estimate.seconds(shape, load, speed, True, launches=launches)
 
 
 def test_time_is_linear_in_the_samples():
-    shape, speed = estimate.KNOWN["Qwen/Qwen3-1.7B"], estimate.Speed(1e12, 1e11)
-    once = estimate.expected_load(config.load("paper/past"))
-    twice = estimate.expected_load(config.load("paper/past", ["rollout.problems_per_cycle=8"]))
-    a, b = (estimate.seconds(shape, load, speed, True) for load in (once, twice))
-    assert b == pytest.approx({name: 2 * value for name, value in a.items()})
+    once, twice = cycle(), cycle("rollout.problems_per_cycle=8")
+    assert twice == pytest.approx({name: 2 * value for name, value in once.items()})
+
+
+def test_attention_is_quadratic_in_the_length():
+    """Products alone would be linear: what is beyond is attention, forward, recomputed and two and a half backward."""
+    shape = estimate.KNOWN["Qwen/Qwen3-1.7B"]
+    load = estimate.Load(1, 0, 1000, 0, 0, 0)
+    longer = estimate.Load(1, 0, 2000, 0, 0, 0)
+    speed = estimate.Speed(1.0, 1.0, 1.0)
+    a, b = (estimate.seconds(shape, it, speed, True) for it in (load, longer))
+    pairs = shape.layers * shape.heads * shape.head_dim * (2000**2 - 2 * 1000**2)
+    assert b["distill"] - 2 * a["distill"] == pytest.approx((2 + 2.5 + 1) * pairs)
+    read = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2 * (2000**2 - 2 * 1000**2) / 2
+    assert b["rollout"] - 2 * a["rollout"] == pytest.approx(read)
+
+
+def test_a_token_takes_at_least_its_launches():
+    free = cycle()
+    bound = cycle(speed=estimate.Speed(1e12, 1e11, 1e12, launch=1.0), launches=3)
+    assert bound["draw"] == pytest.approx(1024 * 3, rel=0.5)
+    assert bound["draw"] > free["draw"]
+    assert bound["adapt"] == free["adapt"]
 
 
 def test_this_machine_is_measured():
     speed = estimate.measure(torch.float32, torch.device("cpu"), 4, seconds=0.05)
     assert speed.wide > 1e8
     assert speed.narrow > 1e7
+    assert speed.reading > 1e7
     assert estimate.available(torch.device("cpu")) > 2**28

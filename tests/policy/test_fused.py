@@ -264,7 +264,7 @@ def test_the_chunk_size_changes_nothing(implementation, loss, monkeypatch):
     live, frozen, head, bias, tokens, weight = problem(dtype=torch.float64)
     whole = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight)])
     for budget, block in ((1, 1), (30_000, 2 * V * 8), (100_000, 7 * V * 8)):
-        monkeypatch.setattr("past_opsd.policy.fused._BLOCK_BYTES", block)
+        monkeypatch.setattr("past_opsd.policy.fused.BLOCK_BYTES", {"cpu": block})
         monkeypatch.setattr("past_opsd.policy.fused._TILE", 20)
         part = run(implementation, live, frozen, head, bias, tokens, [Job(loss, weight)], budget_bytes=budget)
         assert_same(part.grad, whole.grad, 1e-12)
@@ -276,7 +276,7 @@ def test_the_chunk_size_changes_nothing(implementation, loss, monkeypatch):
 @pytest.mark.parametrize("loss", [Match(0.05), Stay(), GeneralizedJSD(0.5), TopK(9), Own()], ids=lambda x: repr(x)[:14])
 @pytest.mark.parametrize("implementation", ["chunked", "fused"])
 def test_no_dense_tensor_beyond_the_budget(implementation, loss, monkeypatch):
-    monkeypatch.setattr("past_opsd.policy.fused._BLOCK_BYTES", 2**14)
+    monkeypatch.setattr("past_opsd.policy.fused.BLOCK_BYTES", {"cpu": 2**14})
     T, V = 400, 1000
     live, frozen, head, _, tokens, weight = problem(T, V, 4)
     budget = 40 * V * 4
@@ -415,7 +415,7 @@ def threads_of_a_new_thread():
 
 @pytest.mark.parametrize("loss", [Match(0.05), Stay(), TopK(5)], ids=repr)
 def test_threads_change_nothing(loss, monkeypatch):
-    monkeypatch.setattr("past_opsd.policy.fused._BLOCK_BYTES", 3 * V * 8)
+    monkeypatch.setattr("past_opsd.policy.fused.BLOCK_BYTES", {"cpu": 3 * V * 8})
     live, frozen, head, bias, tokens, weight = problem(dtype=torch.float64)
     head.requires_grad_()
     bias.requires_grad_()
@@ -434,7 +434,7 @@ def test_a_failing_loss_leaves_the_thread_count(monkeypatch):
     def fails(live_logp, frozen_logp, tokens):
         raise ValueError("mine")
 
-    monkeypatch.setattr("past_opsd.policy.fused._BLOCK_BYTES", 3 * V * 4)
+    monkeypatch.setattr("past_opsd.policy.fused.BLOCK_BYTES", {"cpu": 3 * V * 4})
     live, frozen, head, bias, tokens, weight = problem()
     torch.set_num_threads(2)
     with pytest.raises(ValueError, match="mine"):

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from past_opsd.analysis import needs, needs_tables
+from past_opsd.core import config
+from past_opsd.core.config import Recipe
+from past_opsd.interface.cli import main
+from past_opsd.learner.step import Learner
+from past_opsd.policy.pretrained import Machine, hardware
+from past_opsd.policy.weightless import Weightless
+
+# Layers, width, heads, heads of keys, vocabulary.
+SIZES = {"wide": (4, 256, 8, 2, 2048), "deep": (6, 128, 4, 4, 1024), "wordy": (4, 128, 4, 2, 16384)}
+
+
+def recipe_of(folder: Path, size: str, *overrides: str) -> Recipe:
+    layers, width, heads, kv_heads, vocabulary = SIZES[size]
+    transformers.Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    ).save_pretrained(folder)
+    settings = [
+        f"model.path={folder}",
+        "rollout.problems_per_cycle=2",
+        "rollout.samples_per_problem=1",
+        "rollout.student.max_new_tokens=64",
+        "rollout.teacher.max_new_tokens=64",
+        "evaluation.sampling.max_new_tokens=256",
+        "engine.batch=4",
+        "method.group_max=3",
+        "learner.token_budget=2048",
+        "learner.loss_memory_mib=4",
+    ]
+    return config.load("embedded/past", [*settings, *overrides])
+
+
+class Allocations:
+    """Peaks of a cycle's phases as torch's profiler hears of them from the CPU's allocator."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[str, int] = {}
+        self._name = ""
+        self._profile: Any = None
+
+    def phase(self, name: str) -> None:
+        self.end()
+        self._name = name
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+
+    def end(self) -> None:
+        if self._profile is None:
+            return
+        self._profile.__exit__(None, None, None)
+        events = self._profile.profiler.kineto_results.events()
+        changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
+        total = self.peaks[self._name] = 0
+        for *_, change in changes:
+            total += change
+            self.peaks[self._name] = max(total, self.peaks[self._name])
+
+
+def allocated(recipe: Recipe) -> dict[str, int]:
+    """A cycle of the recipe on real tensors: bytes at the worst moment of each step beyond what was there before."""
+    torch.set_num_threads(1)
+    choice = hardware(recipe.model, Machine(None))
+    section = needs._settled(recipe.model, choice).model_copy(update={"device": "cpu"})
+    model = Weightless(section)
+    learner = Learner(model, recipe.learner, 1)
+    needs._settle(learner, model, "cpu")
+    loop = needs._loop(recipe, model, learner, needs._Made(64, len(model.head)))
+    heard = Allocations()
+    loop.cycle(0, heard.phase)
+    heard.end()
+    return {needs.PHASES[name]: heard.peaks[name] for name in needs.PHASES}
+
+
+def beyond(found: needs.Needs, phase: str) -> int:
+    """Bytes of a phase beyond what no phase frees."""
+    return sum(size for kind, size in found.phases[phase].kinds.items() if kind not in needs.STANDING)
+
+
+def check_against_the_allocator(recipe: Recipe) -> None:
+    traced = needs.trace(recipe, "cpu")
+    for phase, real in allocated(recipe).items():
+        assert real > 2**20, "large enough to measure"
+        assert beyond(traced, phase) == pytest.approx(real, rel=0.1), phase
+
+
+def test_the_traced_peak_is_the_allocators(tmp_path: Path):
+    check_against_the_allocator(recipe_of(tmp_path, "wide", "model.gradient_checkpointing=true"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["true", "false"])
+@pytest.mark.parametrize("shared", ["true", "false"])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_traced_peak_is_the_allocators_whatever_the_shape(
+    tmp_path: Path, size: str, shared: str, checkpointing: str
+):
+    settings = [f"learner.shared_prompts={shared}", f"model.gradient_checkpointing={checkpointing}"]
+    check_against_the_allocator(recipe_of(tmp_path, size, *settings))
+
+
+@pytest.mark.slow
+def test_blocks_that_are_counted_are_as_blocks_that_are_run(tmp_path: Path):
+    recipe = recipe_of(tmp_path, "deep", "model.gradient_checkpointing=true")
+    counted = needs.trace(recipe)
+    section = needs._settled(recipe.model, counted.choice)
+    whole = needs._trace(recipe, section, "gpu", 1, 80e9, SIZES["deep"][0])
+    for name, phase in whole.phases.items():
+        assert counted.phases[name].kinds == phase.kinds, name
+        assert counted.phases[name].launches == phase.launches
+        assert counted.phases[name].flops == phase.flops
+        assert counted.phases[name].attention == phase.attention
+
+
+@pytest.mark.slow
+def test_memory_follows_the_settings(tmp_path: Path):
+    def peaks(*settings: str, processes: int = 1) -> dict[str, int]:
+        found = needs.trace(recipe_of(tmp_path, "deep", *settings), processes=processes)
+        return {name: phase.peak for name, phase in found.phases.items()}
+
+    one = peaks()
+    kept = peaks("model.gradient_checkpointing=false")
+    assert kept["teacher step"] > one["teacher step"]
+    assert kept["evaluation"] == one["evaluation"]
+    seated = peaks("engine.batch=8")
+    assert seated["evaluation"] > one["evaluation"]
+    assert seated["teacher step"] == one["teacher step"]
+    shared, sharded = (peaks(f"distributed.shard={kind}", processes=2) for kind in ("none", "full"))
+    assert sharded["student step"] != shared["student step"], "half of the blocks, and two of them put together"
+
+
+@pytest.mark.slow
+def test_the_evaluation_takes_what_is_free_or_does_not_fit(tmp_path: Path):
+    recipe = recipe_of(tmp_path, "deep", "engine.batch=64")
+    large, small, none = (needs.trace(recipe, size=size) for size in (80e9, 100e6, 8e6))
+    assert large.rows == 64
+    assert 0 < small.rows < 64
+    assert small.phases["evaluation"].peak <= 100e6
+    assert none.rows == 0
+    assert [found.fits("evaluation", 0) for found in (large, small, none)] == [True, True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["opsd", "grpo", "sft", "sd_zero", "h2sd", "opd"])
+def test_every_method_can_be_traced(name: str):
+    found = needs.trace(config.load(f"embedded/{name}", ["rollout.problems_per_cycle=2"]), "cpu")
+    assert found.phases["student step"].launches > 100
+    assert found.longest > 0
+
+
+@pytest.mark.slow
+def test_the_command_tells_one_recipe_in_detail_and_a_sweep_as_a_table(tmp_path: Path, capsys):
+    recipe_of(tmp_path, "deep")
+    words = ["--set", f"model.path={tmp_path}", "--set", "rollout.problems_per_cycle=2", "--set", "engine.batch=2"]
+    assert main(["trace", "embedded/past", *words, "--lengths", "32"]) == 0
+    out = capsys.readouterr().out
+    for expected in ("sampling, a token", "teacher step", "KV cache", "TFLOP", "memory-efficient (not flash: a mask)"):
+        assert expected in out, out
+    rows = [line for line in out.splitlines() if line.startswith("| embedded/past")]
+    assert len(rows) == 2
+    assert "| 32 |" in rows[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu", "Z9"], "--gpu Z9: no data sheet of it here; known are A100-80GB"),
+        (["--lengths", "4k"], "--lengths 4k: give whole numbers"),
+        (["--processes", "0"], "--processes 0: give whole numbers"),
+        (["--set", "model.path=/no/such/model"], "no configuration can be loaded from '/no/such/model'"),
+    ],
+)
+def test_what_cannot_be_traced_is_told(words: list[str], message: str, capsys):
+    assert main(["trace", "embedded/past", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_papers_evaluation_seats_what_fits(capsys):
+    assert main(["trace", "paper/past"]) == 0
+    out = capsys.readouterr().out
+    assert "rows 14 can be decoded to 38,912 tokens" in out, out
+
+
+@pytest.mark.slow
+def test_the_tables_of_the_docs_are_what_the_command_prints(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+    commands = [line.split() for line in text.splitlines() if line.startswith("    past trace ")]
+    assert commands
+    for words in commands:
+        assert main(words[1:]) == 0
+        table = capsys.readouterr().out.partition("| recipe")
+        assert table[1] + table[2] in text, table[2]
+
+
+def test_servers_draw_elsewhere():
+    found = needs.trace(config.load("scale/qwen3-32b-nodes", ["rollout.problems_per_cycle=2"]), layers=2, processes=2)
+    assert list(found.phases) == ["teacher step", "student step"]
+    assert set(found.seconds(needs_tables.assumed("H100-80GB", 1))) == {"adapt", "distill"}
+    assert "servers'" in needs_tables.table([found], "H100-80GB")
+    assert "whose memory is not traced" in needs_tables.detail(found, "H100-80GB")
