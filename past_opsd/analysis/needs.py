@@ -43,7 +43,7 @@ from past_opsd.policy.estimate import (
 from past_opsd.policy.memory import SHARE, Room
 from past_opsd.policy.model import TRAINABLE
 from past_opsd.policy.pretrained import Choice, Machine, hardware
-from past_opsd.policy.trace import Device, Phase, Tracer, replaced
+from past_opsd.policy.tracing import Device, Phase, Tracer, replaced
 from past_opsd.policy.weightless import Weightless, configuration
 from past_opsd.rollout.engines import Request
 from past_opsd.rollout.engines._draw import choose
@@ -197,7 +197,7 @@ def _trace(recipe: Recipe, section: ModelSection, device: Device, processes: int
         made.batches.clear()
         phases = {name: Phase() for name in PHASES.values()}
         loop.cycle(0, lambda name: tracer.begin(phases.get(PHASES.get(name, ""), Phase())) and None)
-        if recipe.engine.name == "torch":
+        if config.ask_engine(recipe).here:
             phases["sampling"] = tracer.begin(Phase())
             for prompts, sampling, adapter in made.batches:
                 own = prompts[: -(-len(prompts) // processes)]

@@ -116,6 +116,9 @@ class DistillingOptions(MethodOptions):
 class EngineOptions(Section):
     """An engine's keys, and what others ask of an engine without knowing it; an engine says what is otherwise."""
 
+    here: ClassVar[bool] = False
+    """Whether it decodes on the trainer's own weights, in rows that grow in the trainer's memory."""
+
     @property
     def elsewhere(self) -> bool:
         """Whether responses are drawn outside of this machine's memory."""

@@ -167,7 +167,7 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
     "Start": (
         Command(
             "demo",
-            "Vanilla OPSD and PAST on the embedded default or on SmolLM2, with a table",
+            "Vanilla OPSD and PAST on a laptop, with a table and a report",
             "",
             commands.demo,
             arguments.demo,
@@ -205,7 +205,7 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
         ),
         Command(
             "trace",
-            "what a recipe takes on GPUs that are not here: memory, launches, arithmetic",
+            "what a recipe takes on GPUs that are not here",
             "paper/past --lengths 4096,38912",
             commands.trace,
             arguments.trace,

@@ -44,7 +44,7 @@ from past_opsd.policy import estimate, fused
 from past_opsd.policy.memory import SHARE
 from past_opsd.policy.model import TRAINABLE
 from past_opsd.policy.pretrained import hardware, load_tokenizer, read_config
-from past_opsd.policy.trace import Device
+from past_opsd.policy.tracing import Device
 from past_opsd.run import checkpoint
 from past_opsd.run.evaluate import evaluate
 from past_opsd.run.folder import STATE, RunFolder

@@ -359,7 +359,7 @@ class Model(Network):
         if size % local or self.world.rank % local != self.world.local_rank:
             raise PastError(
                 "distributed.shard = 'hybrid' needs as many processes on every machine, numbered machine by machine "
-                "(srun --distribution=block); else use 'full'"
+                "(srun: a block distribution); else use 'full'"
             )
         return init_device_mesh(self.device.type, (size // local, local), mesh_dim_names=("copy", "shard"))
 

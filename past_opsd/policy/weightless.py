@@ -1,4 +1,4 @@
-"""A model of the right shapes without weights: what `policy.trace` runs the real code on."""
+"""A model of the right shapes without weights: what `policy.tracing` runs the real code on."""
 
 from __future__ import annotations
 

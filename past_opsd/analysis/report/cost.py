@@ -34,6 +34,7 @@ PHASES = {
     "adapt": TEACHER_SOFT,
     "distill": STUDENT_SOFT,
     "publish": NEUTRAL_SOFT,
+    "identity": NEUTRAL_SOFT,
     "prepare": NEUTRAL_SOFT,
 }
 

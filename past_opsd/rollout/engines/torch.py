@@ -38,6 +38,8 @@ Drawn = tuple[list[int], list[float]]
 class Options(EngineOptions):
     """The embedded torch engine."""
 
+    here = True
+
     batch: int = Field(default=64, ge=1, description="most sequences decoded together; memory may allow fewer")
     memory_gib: float | None = Field(
         default=None, gt=0, description="memory for decoding; default: nine tenths of what is free when it starts"

@@ -86,8 +86,8 @@ def no_retry(failed, base, maximum, draw):
     return sampler.fixed(failed, base, draw, retry=False)
 
 
-def stuck(failed, base, maximum, draw):
-    return sampler.fixed(failed, maximum, draw)
+def stuck(failed, base, maximum, draw, rule=sampler.adaptive):
+    return rule(failed, maximum, maximum, draw)
 
 
 def short_group(G, draw):

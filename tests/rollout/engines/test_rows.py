@@ -199,7 +199,8 @@ def decoded(model: Model, tokens: Sequence[Tokens]) -> tuple[torch.Tensor, int]:
     """The engine's, and how many operations a step took."""
     prompts, steps = [row[:4] for row in tokens], len(tokens[0]) - 4
     with model.sampling("student"), torch.inference_mode():
-        rows = _rows.Rows(model, prompts, len(prompts))
+        sizes = _rows.Sizes.of(model)
+        rows = _rows.Rows(model, prompts, steps, sizes.room(memory.GIB, steps, len(prompts)), sizes)
         out = [rows.enter(prompts)]
         with Operations() as seen:
             out += [rows.step(torch.tensor([row[4 + i] for row in tokens])) for i in range(steps)]

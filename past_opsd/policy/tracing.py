@@ -42,7 +42,7 @@ PLACES = {
     "past_opsd.learner.step.Learner._frozen_states": "activations",
     "past_opsd.learner.step.Learner._round": "activations",
     "past_opsd.policy.fused.run": "logits and loss",
-    "past_opsd.policy.trace._backward": "activations",
+    "past_opsd.policy.tracing._backward": "activations",
     "past_opsd.policy.distributed.World.sum": "gradients",
     "past_opsd.learner.step.Learner.step": "optimizer",
     "past_opsd.rollout.engines._rows.Rows._reshape": "KV cache",
