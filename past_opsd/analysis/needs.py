@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from past_opsd.core import config
+from past_opsd.core import config, life
 from past_opsd.core.config import ModelSection, Recipe, Sampling
 from past_opsd.core.nouns import Adapter, Closing, Problem, Response, Term, Tokens, Verdict
 from past_opsd.core.prompts import Prompts
@@ -135,6 +135,7 @@ def trace(
     recipe: Recipe, device: Device = "gpu", processes: int = 1, size: float = 80e9, layers: int | None = None
 ) -> Needs:
     """Trace a recipe as one of so many processes on devices of `size` bytes; `layers` cuts the model to so many."""
+    life.doing(f"tracing {recipe.name} as on {processes} {device}{'s' * (processes > 1)}")
     machine = Machine((8, 0) if device == "gpu" else None)
     choice = hardware(recipe.model, machine)
     section = _settled(recipe.model, choice)

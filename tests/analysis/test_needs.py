@@ -100,6 +100,7 @@ def check_against_the_allocator(recipe: Recipe) -> None:
         assert beyond(traced, phase) == pytest.approx(real, rel=0.1), phase
 
 
+@pytest.mark.slow
 def test_the_traced_peak_is_the_allocators(tmp_path: Path):
     check_against_the_allocator(recipe_of(tmp_path, "wide", "model.gradient_checkpointing=true"))
 

@@ -413,6 +413,7 @@ class Reverse(Method):
 
 
 @pytest.mark.usefixtures("_offline")
+@pytest.mark.slow
 def test_dry_checks_a_method_of_ones_own(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "ones_own").mkdir()
     (tmp_path / "ones_own" / "reverse.py").write_text(OWN_METHOD)

@@ -221,6 +221,7 @@ def test_a_killed_and_resumed_run_is_one_run_with_every_step_once(resumed, name:
     assert any("resuming from" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_a_tracker_that_joins_later_gets_the_whole_run(resumed, tmp_path: Path):
     need("tensorboard")
     recipe, done, _ = resumed
@@ -230,6 +231,7 @@ def test_a_tracker_that_joins_later_gets_the_whole_run(resumed, tmp_path: Path):
     assert same(read("tensorboard", folder)[0], expected(recipe, folder))
 
 
+@pytest.mark.slow
 def test_a_gap_left_by_a_switched_off_tracker_is_filled(resumed, tmp_path: Path):
     need("tensorboard")
     recipe, done, _ = resumed
