@@ -10,6 +10,7 @@ REPEATS = 8
 LENGTHS = "4096,16384,38912"
 SEEDS = (17, 29, 43)
 _SEEDS = ",".join(map(str, SEEDS))
+DEMOS = ("embedded", "smollm2", "smollm2_nth")  # families of recipes that have a demo, the default first
 
 
 def place(text: str) -> Path:
@@ -93,8 +94,8 @@ def demo(parser: ArgumentParser) -> None:
     """`past demo`."""
     parser.add_argument(
         "--family",
-        choices=("embedded", "smollm2", "smollm2_nth"),
-        default="embedded",
+        choices=DEMOS,
+        default=DEMOS[0],
         help="whose recipes: the embedded default, or SmolLM2-135M's two laboratories (past models pull smollm2-135m)",
     )
     parser.add_argument("--out", type=place, default=Path("runs/demo"), help="folder, made anew (default runs/demo)")

@@ -24,6 +24,7 @@ from past_opsd.core.files import is_part, write_text, writing
 from past_opsd.core.lock import held
 from past_opsd.core.nouns import PastError
 from past_opsd.core.reading import room
+from past_opsd.interface.arguments import DEMOS
 from past_opsd.interface.ui import TrainDisplay, interval
 from past_opsd.run import boundary
 from past_opsd.run.evaluate import Evaluation, macro_avg, stack
@@ -31,14 +32,13 @@ from past_opsd.run.folder import REPORT, TRAINED, RunFolder, is_ours
 from past_opsd.run.train import train
 
 METHODS = {"Vanilla OPSD": "opsd", "PAST": "past"}
-FAMILIES = ("embedded", "smollm2", "smollm2_nth")
 MARK = ".past-demo"
-_RUN = re.compile(rf"({'|'.join(FAMILIES)})-({'|'.join(METHODS.values())})-\d+")
+_RUN = re.compile(rf"({'|'.join(DEMOS)})-({'|'.join(METHODS.values())})-\d+")
 TABLE = "table.json"
 
 
 def demo(
-    console: Console, folder: Path, seeds: Sequence[int], overrides: Sequence[str] = (), family: str = FAMILIES[0]
+    console: Console, folder: Path, seeds: Sequence[int], overrides: Sequence[str] = (), family: str = DEMOS[0]
 ) -> dict[str, list[Evaluation]]:
     """Train every method with every seed in `folder`, new or an earlier demo's, then print and save the table."""
     config.load(f"{family}/past", overrides)  # a mistake is told before anything is deleted
@@ -98,7 +98,7 @@ def _demo(
     _save(folder / TABLE, results)
     teacher = folder / f"{family}-past-{seeds[0]}"
     life.doing("looking into the teacher")
-    for line in look_into(teacher) if family == FAMILIES[0] else _looks(teacher):
+    for line in look_into(teacher) if family == DEMOS[0] else _looks(teacher):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"{time.monotonic() - began:.0f} s; runs, rollouts and checkpoints: {folder}", highlight=False)
     life.doing("writing the report")
