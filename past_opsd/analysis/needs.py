@@ -135,7 +135,8 @@ def trace(
     recipe: Recipe, device: Device = "gpu", processes: int = 1, size: float = 80e9, layers: int | None = None
 ) -> Needs:
     """Trace a recipe as one of so many processes on devices of `size` bytes; `layers` cuts the model to so many."""
-    life.doing(f"tracing {recipe.name} as on {processes} {device}{'s' * (processes > 1)}")
+    length = recipe.rollout.student.max_new_tokens
+    life.doing(f"tracing {recipe.name} on {processes} {device.upper()}(s), {length:,} tokens")
     machine = Machine((8, 0) if device == "gpu" else None)
     choice = hardware(recipe.model, machine)
     section = _settled(recipe.model, choice)

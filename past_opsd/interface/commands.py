@@ -77,7 +77,6 @@ def trace(args: Namespace) -> int:
         for n in processes:
             for length in (None, *lengths):
                 changed = recipe if length is None else needs.with_length(recipe, length)
-                life.doing(f"tracing {recipe.name} on {n} GPU(s)" + (f", {length:,} tokens" if length else ""))
                 found.append(needs.trace(changed, processes=n, size=GPUS[args.gpu][2]))
     if len(recipes) == len(processes) == 1:
         print(needs_tables.detail(found[0], args.gpu))

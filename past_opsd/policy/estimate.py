@@ -16,6 +16,7 @@ import torch
 from past_opsd.core import config
 from past_opsd.core.config import Recipe
 from past_opsd.core.nouns import PastError
+from past_opsd.policy import memory
 
 GIB = 2**30
 MACHINE = 8  # GPUs of a machine, over which distributed.shard = 'hybrid' spreads the base
@@ -219,5 +220,4 @@ def available(device: torch.device) -> int:
     """Bytes that a run may use here."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    with open("/proc/meminfo", encoding="ascii") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    return memory.host_free()
