@@ -148,8 +148,12 @@ def test_responses_are_finished_in_one_batch_as_if_each_had_its_own(finished: Pa
     with boundary.opened(finished, 1) as at:
         drawn = boundary.responses(at, at.session.loop.problems[:6], 1, "test")
         found = shift.prefixes(drawn, 3)
-        starts = [Start(h, h.tokens, h.logprobs, 7 * i) for i, h in enumerate(found)]
-        limit = at.session.loop.rollout.student.max_new_tokens
+        # So short that a response ends behind its own room and within the longest one.
+        limit = min(len(a.response.tokens) for a in drawn) - 1
+        starts = [Start(h, h.tokens, h.logprobs, 7 * i) for i, h in enumerate(found) if len(h.tokens) < limit]
+        starts.append(Start(found[0], (), (), 98))
+        short = at.session.loop.rollout.student.model_copy(update={"max_new_tokens": limit})
+        at.session.loop.rollout = at.session.loop.rollout.model_copy(update={"student": short})
         starts.append(Start(found[0], drawn[0].response.tokens[:1] * (limit - 1), (0.0,) * (limit - 1), 99))
         asked: list[int] = []
         sample = at.session.loop.lab.engine.sample
