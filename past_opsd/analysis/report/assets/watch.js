@@ -7,6 +7,7 @@
   badge.style.cssText = "position:fixed;right:1rem;bottom:1rem;z-index:9;padding:.35rem .8rem;border-radius:99px;" +
     "font:600 .8rem/1.4 system-ui,sans-serif;background:#1c2330;color:#fff;box-shadow:0 2px 12px rgb(0 0 0/35%)";
   document.body.append(badge);
+  document.documentElement.style.overflowAnchor = "none";  // swap() keeps the reader's place; two hands would move it twice
 
   const ago = (s) =>
     s < 90 ? `${Math.round(s)} s` : s < 5400 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`;
@@ -51,7 +52,9 @@
     if (!main || !next) { location.reload(); return; }
     const old = sections(document), wanted = sections(fresh);
     const named = [...main.querySelectorAll("[id]")].filter((e) => e.getClientRects().length);
-    const seen = named.filter((e) => e.getBoundingClientRect().top < 5).pop();  // what the reader looks at
+    // What the reader looks at: the last thing that begins where a link would put it, or above.
+    const begin = parseFloat(getComputedStyle(document.documentElement).scrollPaddingTop) + 5;
+    const seen = named.filter((e) => e.getBoundingClientRect().top < begin).pop();
     const before = seen?.getBoundingClientRect().top;
     const header = fresh.querySelector("header.top");
     if (header.innerHTML !== top) {
