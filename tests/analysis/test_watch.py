@@ -372,7 +372,7 @@ def wait(condition: Callable[[], bool], shown: Any) -> None:
 def settled(expression: str, shown: Any) -> float:
     """A number of the page, once no scrolling or layout moves it any more."""
     seen = [shown.evaluate(expression)]
-    wait(lambda: seen.append(shown.evaluate(expression)) or len(seen) > 3 and len(set(seen[-4:])) == 1, shown)
+    wait(lambda: seen.append(shown.evaluate(expression)) or (len(seen) > 3 and len(set(seen[-4:])) == 1), shown)
     return seen[-1]
 
 
@@ -399,8 +399,8 @@ def test_a_page_follows_its_run_by_itself_and_keeps_what_the_reader_did(finished
         details.evaluate("e => { e.open = true; }")
         health = "document.querySelector('#health')"
         shown.evaluate("document.querySelector('#summary details summary').focus({ preventScroll: true })")
-        # A line in the section above, which the next cycle's has not: what the reader looks at stays in its place.
-        shown.evaluate("document.querySelector('#summary').append(Object.assign(document.createElement('p'), {textContent: 'a line'}))")
+        # Something in the section above, which the next cycle's has not: what the reader looks at stays in its place.
+        shown.evaluate("document.querySelector('#summary').append(document.createElement('hr'))")
         shown.evaluate(f"{health}.scrollIntoView({{ behavior: 'instant' }})")
         before = settled(f"{health}.getBoundingClientRect().top", shown)
         advance(finished, folder)
