@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -113,6 +113,12 @@ class World:
                 f"rank {odd[0]} has another {what} than rank 0 ({values[odd[0]]!r} and {values[0]!r}); every process "
                 "needs the same recipe, model, data, package versions and kind of device"
             )
+
+    def give(self, tensors: Iterable[Tensor]) -> None:
+        """The first rank's values to all, in place and one after the other: no copy of all of them stands anywhere."""
+        if not self.alone:
+            for tensor in tensors:
+                self._together(lambda tensor=tensor: cast(Any, dist).broadcast(tensor, src=0))
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Add up every rank's tensors, in place and in one float32 buffer."""

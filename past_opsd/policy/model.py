@@ -34,7 +34,7 @@ from past_opsd.core.reading import is_list
 from past_opsd.policy import attention, fused, packing
 from past_opsd.policy.distributed import World
 from past_opsd.policy.fingerprint import fingerprint
-from past_opsd.policy.pretrained import Choice, hardware, load_network, load_tokenizer, resolve
+from past_opsd.policy.pretrained import Choice, empty_network, hardware, load_network, load_tokenizer, resolve
 
 __all__ = ["TRAINABLE", "Model", "Network", "linear_targets", "load_tokenizer", "resolve"]
 
@@ -133,8 +133,9 @@ def place(choice: Choice, world: World) -> Choice:
 class Network:
     """A frozen causal language model: hidden states and the output projection."""
 
-    def __init__(self, section: ModelSection, path: str, choice: Choice | None = None):
+    def __init__(self, section: ModelSection, path: str, choice: Choice | None = None, world: World | None = None):
         self.choice = choice or hardware(section)
+        self.world = world or World()
         self.config, self.network = self._load(section, path)
         if self.choice.attention == "sdpa":
             cast(Any, self.network).set_attn_implementation(attention.NAME)
@@ -145,7 +146,16 @@ class Network:
         self._prove(path)
 
     def _load(self, section: ModelSection, path: str) -> tuple[Any, nn.Module]:
-        return load_network(section, path, self.choice)
+        """The first process reads the weights; the others receive them, one tensor after the other."""
+        config, network = (load_network if self.world.first else empty_network)(section, path, self.choice)
+        if not self.world.alone:
+            named = dict([*network.named_parameters(), *network.named_buffers()])
+            shapes = str([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named.items()])
+            digest = hashlib.sha256(shapes.encode()).hexdigest()[:16]
+            self.world.agree(f"'{path}'", f"{type(network).__name__} {digest}")
+            self.world.give(named.values())
+            cast(Any, network).generation_config = self.world.share(lambda: cast(Any, network).generation_config)
+        return config, network
 
     def _logit_scale(self, path: str) -> float:
         plain = self.config.get_text_config().to_dict()
@@ -286,9 +296,8 @@ class Model(Network):
 
     def __init__(self, section: ModelSection, seed: int = 0, world: World | None = None, shard: Shard = "none"):
         self.section = section
-        self.world = world or World()
         self.tokenizer = self._read_tokenizer(section)
-        super().__init__(section, section.path, place(hardware(section), self.world))
+        super().__init__(section, section.path, place(hardware(section), world or World()), world)
         self._fit_vocabulary()
         self.expert = None if section.expert is None else self._load_expert(section.expert)
         self.peft = self._adapters(self.network, seed)
@@ -433,7 +442,8 @@ class Model(Network):
 
     def _load_expert(self, path: str) -> Network:
         # Beside the student's head, where both views' states meet in the loss.
-        expert = Network(self.section, path, replace(self.choice, device=str(self.head.device), device_map=None))
+        choice = replace(self.choice, device=str(self.head.device), device_map=None)
+        expert = Network(self.section, path, choice, self.world)
         tokenizer = load_tokenizer(self.section.model_copy(update={"path": path, "revision": None, "gguf_file": None}))
         if _tokenizer_text(tokenizer) != _tokenizer_text(self.tokenizer) or len(expert.head) != len(self.head):
             raise PastError(

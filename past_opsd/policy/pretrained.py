@@ -200,26 +200,25 @@ def read_config(section: ModelSection) -> Any:
 
 
 def load_network(section: ModelSection, path: str, choice: Choice) -> tuple[Any, nn.Module]:
-    """Configuration and frozen weights, on the chosen device; all dropout is off."""
+    """Configuration and frozen weights; all dropout is off.
+
+    Weights go from the file to the chosen device one by one, so that the host never holds the model.
+    """
     source = locate(path, section.gguf_file if path == section.path else None)
-    _need_gguf(source)
-    common = _common(section, path, source)
     transformers = _transformers()
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # its tables would bury the one message
     try:
         with _loading("causal language model", path, source):
-            config = transformers.AutoConfig.from_pretrained(source.path, **common)
-            _refuse(config, path)
-            _still(config)
+            config, common = _configured(section, path, source)
             if source.gguf_file is not None and hasattr(transformers, "GgufConfig"):  # before, always unpacked
                 common["quantization_config"] = transformers.GgufConfig(dequantize=True)
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 source.path,
                 config=config,
-                dtype={"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[choice.dtype],
+                dtype=getattr(torch, choice.dtype),
                 attn_implementation=choice.attention,
-                device_map=choice.device_map,
+                device_map=choice.device_map or choice.device,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # told below
                 **common,
@@ -228,8 +227,35 @@ def load_network(section: ModelSection, path: str, choice: Choice) -> tuple[Any,
     finally:
         transformers.logging.set_verbosity(verbosity)
     _complete(path, type(network).__name__, report)
-    network = network.requires_grad_(False).eval()
-    return config, network if choice.device_map else network.to(choice.device)
+    return config, network.requires_grad_(False).eval()
+
+
+def empty_network(section: ModelSection, path: str, choice: Choice) -> tuple[Any, nn.Module]:
+    """The same as `load_network` without reading a weight: what is in them is for somebody else to say."""
+    from transformers.initialization import no_init_weights
+
+    source = locate(path, section.gguf_file if path == section.path else None)
+    with _loading("causal language model", path, source):
+        config, common = _configured(section, path, source)
+        with torch.device(choice.device), no_init_weights():
+            network: Any = _transformers().AutoModelForCausalLM.from_config(
+                config,
+                dtype=getattr(torch, choice.dtype),
+                attn_implementation=choice.attention,
+                trust_remote_code=common["trust_remote_code"],
+            )
+        network.tie_weights()
+    return config, network.requires_grad_(False).eval()
+
+
+def _configured(section: ModelSection, path: str, source: Source) -> tuple[Any, dict[str, Any]]:
+    """A configuration that can be built, and what else its loading is told."""
+    _need_gguf(source)
+    common = _common(section, path, source)
+    config = _transformers().AutoConfig.from_pretrained(source.path, **common)
+    _refuse(config, path)
+    _still(config)
+    return config, common
 
 
 def _transformers() -> Any:

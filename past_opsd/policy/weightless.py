@@ -94,7 +94,7 @@ class Weightless(Model):
             return super()._adapters(base, seed)
 
     def _load_expert(self, path: str) -> Network:
-        return _Expert(self.section, path, self.choice)
+        return _Expert(self.section, path, self.choice, self.world)
 
     @property
     def max_context(self) -> int:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chatml
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -20,12 +21,14 @@ from ranks import Launcher
 from rounding import CHAIN, EPS, assert_rounding
 from safetensors.torch import load_file
 
+from past_opsd.core.config import ModelSection
 from past_opsd.core.launch import PORTS
 from past_opsd.core.losses import Match
 from past_opsd.core.nouns import PastError, Problem, View
 from past_opsd.learner import Log
 from past_opsd.policy.distributed import World, balance
 from past_opsd.policy.fused import Job, Result
+from past_opsd.policy.model import Model, resolve
 from past_opsd.rollout.lab import Work, share_out
 from past_opsd.run import checkpoint
 from past_opsd.run.folder import RunFolder
@@ -127,6 +130,41 @@ def test_more_processes_than_problems_and_an_empty_branch(run):
 @MORE
 def test_a_sharded_base_changes_no_bit_even_where_a_rank_has_nothing_to_do(run):
     assert identical(run(3, TINY), run(3, [*TINY, "distributed.shard='full'", "model.gradient_checkpointing=true"]))
+
+
+RECEIVED = """
+import sys
+from past_opsd.core.config import ModelSection
+from past_opsd.core.nouns import View
+from past_opsd.policy.distributed import joined
+from past_opsd.policy.model import Model
+with joined() as world:
+    world.connect(60)
+    for folders in zip(*[iter(sys.argv[1:])] * world.size):
+        model = Model(ModelSection(path=folders[world.rank]), 0, world)
+        states = model.hidden([(View("student", (1, 2, 3)), (4, 5))])
+        print(model.digest_base(), states.double().sum().item().hex(), max(model.stops))
+"""
+
+
+def test_only_the_first_process_reads_weights(launch: Launcher, tmp_path: Path):
+    """The others' folders have none. One model has its head in its embeddings, one has not."""
+    whole = [Path(resolve("embedded")), chatml.model(tmp_path / "qwen3", "{{ messages }}")]
+    (whole[1] / "generation_config.json").write_text('{"eos_token_id": [1, 3000]}')
+    folders = list[Path]()
+    for i, folder in enumerate(whole):
+        bare = tmp_path / f"bare-{i}"
+        shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*.safetensors", "generation_config.json"))
+        folders += [folder, bare]
+    script = tmp_path / "received.py"
+    script.write_text(RECEIVED)
+    ended = launch(2, str(script), *map(str, folders))
+    assert ended.codes == [0, 0], ended.err
+    alone = [Model(ModelSection(path=str(folder))) for folder in whole]
+    first, second = (text.splitlines() for text in ended.out)
+    assert first == second
+    assert [line.split()[0] for line in first] == [model.digest_base() for model in alone]
+    assert first[1].endswith(" 3000"), "the settings of generation are given too"
 
 
 SPREAD = """
