@@ -58,6 +58,7 @@ def test_a_loss_by_hand(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert values["clipped KL"] < values["KL"]
 
 
+@pytest.mark.slow
 def test_a_method_of_ones_own_is_short_and_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -14,7 +14,6 @@ from past_opsd.run.resume import changes
 
 TWICE = "sampling"  # rehearsed by the command itself, below
 SUITES = [name for name in suite.suites("paper") if name != TWICE]
-QUICK = "main"  # the methods; the others are left to 'make test-slow'
 DONE: dict[str, Rehearsed] = {}
 # All that may differ: sizes, what is not here, and keys that count cycles.
 SCALED = {
@@ -31,9 +30,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("rehearsal")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == QUICK else [pytest.mark.slow]) for name in SUITES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUITES)
 def test_every_row_of_the_paper_starts_and_ends_and_its_tables_are_made(name: str, out: Path):
     chosen = suite.suites("paper")[name]
     new = {recipe: recipe for recipe in chosen.rows.values() if recipe not in DONE}

@@ -185,6 +185,7 @@ def test_the_costs_of_runs_are_printed(compared: Path, capsys: pytest.CaptureFix
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_the_committed_page_follows_from_the_committed_evidence(monkeypatch: pytest.MonkeyPatch, capsys):
     """Every table, interval and figure of docs/results.md, byte for byte."""
     monkeypatch.chdir(ROOT)

@@ -30,6 +30,7 @@ def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
     return code, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_table_of_the_paper_for_the_embedded_recipe(capsys):
     code, out = lines(capsys, "embedded/past", "--repeats", "2")
     assert code == 0, out

@@ -62,6 +62,7 @@ def test_a_recipe_from_a_look_at_model_and_data(
     assert list(outcome.evaluations[1].tasks) == ["held_out"]
 
 
+@pytest.mark.slow
 def test_what_comes_next_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     lines(tmp_path / "train \N{ROCKET}.jsonl", ROWS)
     monkeypatch.chdir(tmp_path)

@@ -81,7 +81,8 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in found}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "past" else [pytest.mark.slow]) for n in RUNS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_a_stopped_run_resumes_to_the_bits_of_an_unbroken_one(tmp_path: Path, small_recipe, name: str):
     recipe = small_recipe(f"embedded/{name}", "run.checkpoint_every=2", "evaluation.at=[1.0]", *RUNS[name])
     train(recipe, tmp_path / "unbroken", False, Quiet())

@@ -38,7 +38,7 @@ FOLLOW = [f"learner.{a}.{k}" for a in ("student", "teacher") for k in ("eps=1.0"
 # Micro-batches of few tokens, so that the ranks have different numbers of them.
 RUN = [*SMALL, *FOLLOW, "run.seed=1", "evaluation.at=[1.0]", "learner.token_budget=256"]
 TINY = [*RUN, "rollout.problems_per_cycle=2"]
-# Each start of several processes takes seconds: the quick tests have one run, one fault and one mistake.
+# Each start of several processes takes seconds: the quick tests have one run.
 MORE = pytest.mark.slow
 
 
@@ -263,13 +263,14 @@ def test_a_killed_process_ends_the_run_with_one_message(run, launch: Launcher, t
         assert identical(folder, run(2, RUN))
 
 
+@MORE
 @pytest.mark.parametrize(
     ("rank", "kind", "expected"),
     [
         (1, "nan", "teacher step stopped: 1 non-finite entries in the loss of term"),
-        pytest.param(1, "bug", "rank 1 of 2 failed:\nTraceback", marks=MORE),
-        pytest.param(0, "bug", "rank 0 of 2 failed:\nTraceback", marks=MORE),
-        pytest.param(1, "drift", "rank 1 has another teacher adapter after a step than rank 0", marks=MORE),
+        (1, "bug", "rank 1 of 2 failed:\nTraceback"),
+        (0, "bug", "rank 0 of 2 failed:\nTraceback"),
+        (1, "drift", "rank 1 has another teacher adapter after a step than rank 0"),
     ],
     ids=["nan", "bug", "bug-in-the-first", "drift"],
 )
@@ -303,6 +304,7 @@ def test_a_process_that_waits_for_a_stuck_one_can_be_ended(launch: Launcher, tmp
     assert message.startswith("rank 1 of 2 ended without a word")
 
 
+@MORE
 def test_mistakes_are_told_once(launch: Launcher, tmp_path: Path):
     ended = launch(2, *words(tmp_path / "run", ["run.cylces=3"]))
     assert ended.codes == [2, 2]

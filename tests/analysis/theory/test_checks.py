@@ -67,6 +67,7 @@ def test_the_numbers_of_the_paper(found):
     assert halves == [2.0 ** (1 - T) for T in range(2, 13)]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers_and_another_seed_others():
     groups = (projection.privilege_shift, transfer.local_improvement, transfer.compatibility)
     once, again, other = ([c for group in groups for c in group(seed)] for seed in (4, 4, 5))
