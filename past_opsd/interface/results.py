@@ -7,7 +7,7 @@ from pathlib import Path
 
 from past_opsd.core.nouns import PastError
 
-FAMILY, PAGE = "embedded", Path("docs/results.md")
+FAMILY = "embedded"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "make the tables, the page and its figure from the evidence"
     rebuild = kinds.add_parser("rebuild", help=about, description=about)
     rebuild.add_argument("--check", action="store_true", help="write nothing; fail where a file differs")
-    rebuild.add_argument("--page", type=Path, default=PAGE, help="the page (default %(default)s)")
+    about = "the page (default docs/experiments/FAMILY-results.md, of embedded docs/results.md)"
+    rebuild.add_argument("--page", type=Path, help=about)
     for own in (collect, rebuild):
         own.add_argument("--family", default=FAMILY, help="recipe folder of the suites (default %(default)s)")
         own.add_argument("--folder", type=Path, help="of the evidence (default results/FAMILY)")
@@ -37,6 +38,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _folder(args: argparse.Namespace) -> Path:
     return args.folder or Path("results") / args.family
+
+
+def _page(args: argparse.Namespace) -> Path:
+    own = "results.md" if args.family == FAMILY else f"experiments/{args.family}-results.md"
+    return args.page or Path("docs") / own
 
 
 def _collect(args: argparse.Namespace) -> int:
@@ -59,7 +65,7 @@ def _rebuild(args: argparse.Namespace) -> int:
     from past_opsd.analysis.results import page
     from past_opsd.core.files import whole
 
-    made = page.build(_folder(args), args.family, args.page)
+    made = page.build(_folder(args), args.family, _page(args))
     changed = [path for path, data in made.items() if not path.is_file() or path.read_bytes() != data]
     for path in changed:
         print(f"{path}: {'does not follow from the evidence' if args.check else 'written'}")

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from analysis.conftest import SEEDS
 
-from past_opsd.analysis import suite
+from past_opsd.analysis import suite, tables
 from past_opsd.analysis.results import evidence, page
+from past_opsd.core import stats
 from past_opsd.core.nouns import PastError
 from past_opsd.interface import results
 from past_opsd.run.folder import RunFolder
@@ -22,6 +23,8 @@ TEMPLATE = """# {{ seeds() }}
 {{ table("main") }}
 {{ table("main", "costs") }}
 {{ claims("main", [("PAST", "Vanilla OPSD", 5.617), ("PAST", "GRPO", 1)]) }}
+{{ differences("main", [("PAST", "Vanilla OPSD"), ("PAST", "GRPO")]) }}
+not run: {{ missing("main") }}
 {{ score("main", "PAST") }} {{ gap("main", "PAST", "Base") }} {{ order("main", ["PAST", "SFT"]) }}
 ![curves]({{ figure("main", ["PAST", "SFT", "Vanilla OPSD"]) }})
 """
@@ -89,11 +92,27 @@ def test_the_page_says_what_is_missing_and_the_figure_has_no_date(collected: Pat
     assert "| GRPO (missing) | - |" in text
     assert "PAST minus GRPO | +1.000 | not run |" in text
     assert "(SFT: not run)" in text
+    assert "PAST minus GRPO | not run | not run |" in text
+    assert re.search(r"^not run: SFT, .*GRPO", text, re.MULTILINE)
     score = suite.results(TWO, suite.gather(TWO, SEEDS, page.World(collected / "worlds" / "default").read), SEEDS)
     assert f"{100 * score['rows'][2]['macro'][0]:.3f}" in text
     drawn = (collected / "docs" / "page-main.svg").read_text()
     assert "<dc:date>" not in drawn
     assert "Vanilla OPSD" in drawn
+
+
+def test_differences_have_both_intervals(copy: Path):
+    world = copy / "worlds" / "default"
+    records = evidence.load(world)
+    for result in records["embedded/past", SEEDS[0]].evaluations[2].tasks.values():  # all right with one seed
+        result.outcomes[:] = np.ones_like(result.outcomes).tolist()
+    evidence.write(world, [records[key] for key in sorted(records)])
+    opsd, past = (row.outcomes(2) for row in suite.gather(TWO, SEEDS, page.World(world).read))
+    both, alone = (stats.paired_bootstrap(past, opsd, unit=unit) for unit in ("problem+seed", "problem"))
+    assert both.low < alone.low
+    cells = [tables.interval(found, sign=True) for found in (both, alone)]
+    told = page.Source(copy, "embedded").differences("main", [("PAST", "Vanilla OPSD")])
+    assert f"| PAST minus Vanilla OPSD | {cells[0]} | {cells[1]} |" in told
 
 
 def flip(folder: Path) -> None:
@@ -185,15 +204,20 @@ def test_the_costs_of_runs_are_printed(compared: Path, capsys: pytest.CaptureFix
     assert max(map(len, out.splitlines())) <= 80
 
 
+FAMILIES = [path.parent.name for path in sorted((ROOT / "results").glob(f"*/{page.TEMPLATE}"))]
+
+
 @pytest.mark.slow
-def test_the_committed_page_follows_from_the_committed_evidence(monkeypatch: pytest.MonkeyPatch, capsys):
-    """Every table, interval and figure of docs/results.md, byte for byte."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_committed_pages_follow_from_the_committed_evidence(family: str, monkeypatch: pytest.MonkeyPatch, capsys):
+    """Every table, interval and figure, byte for byte."""
     monkeypatch.chdir(ROOT)
-    assert past("rebuild", "--check") == 0, capsys.readouterr().out
+    assert past("rebuild", "--check", "--family", family) == 0, capsys.readouterr().out
 
 
-def test_the_template_states_no_score_of_its_own():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_template_states_no_score_of_its_own(family: str):
     """Numbers with a decimal point in the prose come from the evidence, but for settings and the paper's own."""
-    text = (ROOT / "results" / "embedded" / page.TEMPLATE).read_text(encoding="utf-8")
+    text = (ROOT / "results" / family / page.TEMPLATE).read_text(encoding="utf-8")
     prose = re.sub(r"\{\{.*?\}\}|\{%.*?%\}", "", text, flags=re.DOTALL)
     assert set(re.findall(r"\d+\.\d+", prose)) <= {"0.85", "0.5"}

@@ -24,8 +24,8 @@ from past_opsd.core.nouns import PastError
 TEMPLATE = "page.md.jinja"
 NOT_RUN = "not run"
 FUNCTIONS = (
-    *("has", "title", "table", "claims", "order", "seeds", "cycles", "sets", "samples", "setting"),
-    *("score", "span", "gap", "cost", "diagnostic", "percent", "style"),
+    *("has", "title", "table", "claims", "differences", "order", "missing", "seeds", "cycles", "sets", "samples"),
+    *("setting", "score", "span", "gap", "cost", "diagnostic", "percent", "style"),
 )
 """Of `Source`, what a template may call."""
 
@@ -207,15 +207,32 @@ class Source:
         ]
         return f"{100 * float(np.mean(shares)):.0f}"
 
-    def gap(self, name: str, label: str, other: str, world: str = "default") -> str:
-        """The difference of two rows in points, with its paired interval over problems."""
-        found = self._gap(name, label, other, world)
+    def gap(self, name: str, label: str, other: str, world: str = "default", unit: stats.Unit = "problem") -> str:
+        """The difference of two rows in points, with its paired interval, over problems unless told otherwise."""
+        if unit == "problem+seed" and len(self._at(name, world).world.seeds) < 2:
+            return "one seed"
+        found = self._gap(name, label, other, world, unit)
         return NOT_RUN if found is None else tables.interval(found, sign=True)
 
-    def _gap(self, name: str, label: str, other: str, world: str) -> stats.Interval | None:
+    def _gap(
+        self, name: str, label: str, other: str, world: str, unit: stats.Unit = "problem"
+    ) -> stats.Interval | None:
         at = self._at(name, world)
         mine, theirs = at.outcomes(label), at.outcomes(other)
-        return None if mine is None or theirs is None else stats.paired_bootstrap(mine, theirs, unit="problem")
+        return None if mine is None or theirs is None else stats.paired_bootstrap(mine, theirs, unit=unit)
+
+    def differences(self, name: str, pairs: Sequence[tuple[str, str]], world: str = "default") -> str:
+        """Rows minus others in points, with the intervals over problems and training seeds and over problems alone."""
+        rows: list[tuple[str, ...]] = []
+        for label, other in pairs:
+            cells = [self.gap(name, label, other, world, unit) for unit in ("problem+seed", "problem")]
+            rows.append((f"{label} minus {other}", *cells))
+        header = ("Difference", "Over problems and seeds", "Over problems")
+        return tables.markdown_table(tables.Sheet("", header, rows))
+
+    def missing(self, name: str, world: str = "default") -> str:
+        """The rows that have not been run with every seed."""
+        return ", ".join(row.label for row in self._at(name, world).rows.values() if row.missing) or "none"
 
     def claims(self, name: str, pairs: Sequence[tuple[str, str, float]], world: str = "default") -> str:
         """Differences that the paper reports beside ours: one row minus another, in points."""
