@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-real results test test-slow test-portable test-vllm wheel-test triton chaos docs check format bench clean
+.PHONY: demo demo-real results test test-slow test-portable test-vllm wheel-test triton gpu-check chaos docs check format bench clean
 
 demo: $(READY)
 	$(BIN)/past demo
@@ -86,6 +86,11 @@ wheel-test:
 # With Triton there, `make test-slow` runs the loss's GPU kernel too, in Triton's interpreter.
 triton: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt triton
+
+# Does what is claimed of GPUs hold on this machine? About ten minutes; writes past-gpu-check.md. RECIPE=... for another.
+RECIPE ?= paper/past
+gpu-check: $(READY)
+	$(BIN)/past doctor $(RECIPE) --gpu
 
 # Kills, full disks, dead workers: every one that a short run can meet. `make test-slow` has a short form of it.
 chaos: $(READY)

@@ -4,14 +4,17 @@ The real loop makes the terms with the recipe's own method, the real learner tak
 own rows grow to the length of the longest response; only the responses are made up, every one at its limit and every
 other one right. The blocks of a decoder are alike, so two and three of them are traced, and each further one counts as
 the third; what is done again on the same shapes is run once and counted as often as it is done.
+
+`measure` runs the same on real tensors, with weights drawn at random, and asks the allocator.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import accumulate, cycle
 from typing import Any, TypeVar, cast
 
 import torch
@@ -85,6 +88,10 @@ class Needs:
         if name == "evaluation":
             return self.rows > 0
         return self.phases[name].peak <= SHARE * size
+
+    def beyond(self, name: str) -> int:
+        """Bytes of a phase at its worst moment, beyond what no phase frees."""
+        return sum(size for kind, size in self.phases[name].kinds.items() if kind not in STANDING)
 
     @property
     def load(self) -> Load:
@@ -201,21 +208,76 @@ def _trace(recipe: Recipe, section: ModelSection, device: Device, processes: int
         loop.cycle(0, lambda name: tracer.begin(phases.get(PHASES.get(name, ""), Phase())) and None)
         if config.ask_engine(recipe).here:
             phases["sampling"] = tracer.begin(Phase())
-            for prompts, sampling, adapter in made.batches:
-                own = prompts[: -(-len(prompts) // processes)]
-                limit = sampling.max_new_tokens
-                room = seats(recipe, shape, section.dtype, size, max(map(len, own)), limit, len(own))
-                _decode(tracer, weightless, own, room, sampling, adapter)
+            _sample(recipe, weightless, made, shape, size, processes, tracer.forget)
             phases["evaluation"] = tracer.begin(Phase())
             asked = [loop.prompts.evaluation(p) for p in loop.problems[:8]]
             sampling, prompt = recipe.evaluation.sampling, max(map(len, asked))
             room = seats(recipe, shape, section.dtype, size, prompt, sampling.max_new_tokens, 10**6)
             rows = room.rows(prompt + sampling.max_new_tokens)
-            _decode(tracer, weightless, asked, room, sampling, "student")
+            _decode(weightless, asked, room, sampling, "student", tracer.forget)
         tracer.begin(Phase())
     order = ("sampling", "teacher step", "student step", "evaluation")
     found = {name: phases[name] for name in order if name in phases and phases[name].launches}
     return Needs(recipe, weightless.choice, processes, found, learner.longest, rows, shape)
+
+
+class Allocations:
+    """Bytes that a device's allocator gave out at the worst moment of each phase, beyond what stood at its begin.
+
+    A GPU's allocator tells its peak; of the CPU's torch's profiler hears every allocation.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.peaks: dict[str, int] = {}
+        self._cuda = device if device.type == "cuda" else None
+        self._name, self._before = "", 0
+        self._profile: Any = None
+
+    def phase(self, name: str) -> None:
+        """The phase before ends here and this one begins."""
+        self.end()
+        self._name = name
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+            self._before = torch.cuda.memory_allocated(self._cuda)
+            return
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else each profile writes two lines to stderr
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+
+    def end(self) -> None:
+        """The current phase ends."""
+        if self._name and self._cuda is not None:
+            self.peaks[self._name] = torch.cuda.max_memory_allocated(self._cuda) - self._before
+        elif self._name:
+            self._profile.__exit__(None, None, None)
+            events = self._profile.profiler.kineto_results.events()
+            changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
+            self.peaks[self._name] = max(accumulate((change for *_, change in changes), initial=0))
+        self._name = ""
+
+
+def measure(recipe: Recipe, device: torch.device, size: float = 80e9) -> dict[str, int]:
+    """What `Needs.beyond` says of steps and sampling, as this device's allocator has it."""
+    choice = hardware(recipe.model)
+    section = _settled(recipe.model, choice).model_copy(update={"device": str(device)})
+    model = Weightless(section)
+    _ = model.shares_prompts
+    learner = Learner(model, recipe.learner, 1)
+    _settle(learner, model, "gpu" if device.type == "cuda" else "cpu")
+    made = _Made(_fitting(recipe, model), len(model.head))
+    loop = _loop(recipe, model, learner, made)
+    loop.prepare()
+    made.batches.clear()
+    heard = Allocations(device)
+    loop.cycle(0, heard.phase)
+    if config.ask_engine(recipe).here:
+        heard.phase("sampling")
+        _sample(recipe, model, made, shape_of(model.config, section.path), size)
+    heard.end()
+    found = {PHASES.get(name, name): peak for name, peak in heard.peaks.items()}
+    return {name: found[name] for name in ("sampling", *PHASES.values()) if name in found}
 
 
 def _fitting(recipe: Recipe, weightless: Weightless) -> int:
@@ -248,14 +310,24 @@ def _words(count: int, seed: int) -> str:
     return " ".join(str(7919 * (seed + 1) + i) for i in range(count))
 
 
-class _Made(Closing):
-    """An engine and a verifier for shapes: every response at its limit, every other one right."""
+class EveryOther(Closing):
+    """A verifier for which every other response is right, so that every branch of a method has work."""
 
     identity = ""
 
-    def __init__(self, longest: int, vocabulary: int):
-        self._longest, self._vocabulary = longest, vocabulary
+    def __init__(self) -> None:
         self._verdicts = cycle((True, False))
+
+    def verify(self, items: Sequence[tuple[Problem, Response]]) -> list[Verdict]:
+        return [Verdict(next(self._verdicts), "", "1") for _ in items]
+
+
+class _Made(EveryOther):
+    """An engine and a verifier for shapes: every response at its limit, every other one right."""
+
+    def __init__(self, longest: int, vocabulary: int):
+        super().__init__()
+        self._longest, self._vocabulary = longest, vocabulary
         self.batches: list[tuple[list[Tokens], Sampling, Adapter]] = []
 
     def publish(self, adapter: Adapter, version: int) -> None: ...
@@ -273,9 +345,6 @@ class _Made(Closing):
     def _response(self, seed: int, length: int) -> Response:
         tokens = tuple((seed + i) % self._vocabulary for i in range(length))
         return Response(tokens, " ".join(map(str, tokens)), (0.0,) * length, True)
-
-    def verify(self, items: Sequence[tuple[Problem, Response]]) -> list[Verdict]:
-        return [Verdict(next(self._verdicts), "", "1") for _ in items]
 
 
 class _Watched(Learner):
@@ -336,24 +405,46 @@ def _states(learner: Learner) -> Iterator[Tensor]:
             yield from (value for value in state.values() if value.device.type == "meta")
 
 
-def _decode(
-    tracer: Tracer, weightless: Weightless, prompts: Sequence[Tokens], room: Room, sampling: Sampling, adapter: Adapter
+def _sample(
+    recipe: Recipe,
+    weightless: Weightless,
+    made: _Made,
+    shape: Shape,
+    size: float,
+    processes: int = 1,
+    counted: Callable[[], None] = lambda: None,
 ) -> None:
-    """The engine's rows from their prompts to the last token; only the last step is taken, and counted alone.
+    """What was asked of the made engine, by the torch engine's rows."""
+    for prompts, sampling, adapter in made.batches:
+        own = prompts[: -(-len(prompts) // processes)]
+        longest, limit = max(map(len, own)), sampling.max_new_tokens
+        room = seats(recipe, shape, weightless.choice.dtype, size, longest, limit, len(own))
+        _decode(weightless, own, room, sampling, adapter, counted)
+
+
+def _decode(
+    weightless: Weightless,
+    prompts: Sequence[Tokens],
+    room: Room,
+    sampling: Sampling,
+    adapter: Adapter,
+    counted: Callable[[], None] = lambda: None,
+) -> None:
+    """The engine's rows from their prompts to the last token; only the last step is taken, after `counted` is called.
 
     So many rows as the room holds at their limit, at least one; in the room that leaves these as many columns as in
     the whole model.
     """
     limit, longest = sampling.max_new_tokens, max(map(len, prompts))
-    rows = max(1, room.rows(longest + limit))
+    rows, device = max(1, room.rows(longest + limit)), weightless.device
     entering = [prompts[i % len(prompts)] for i in range(rows)]
     columns = max(room.columns(rows), longest + limit)
     with weightless.sampling(adapter), torch.inference_mode():
         sizes = Sizes.of(weightless)
         space = replace(room, token=sizes.token, size=rows * (sizes.token * columns + room.row), batch=rows)
         state = cast(Any, Rows(weightless, entering, limit, space, sizes))
-        uniforms = torch.zeros(rows, limit, dtype=torch.float64, device="meta")
-        drawn = torch.zeros(rows, limit, dtype=torch.long, device="meta"), torch.zeros(rows, limit, device="meta")
+        uniforms = torch.zeros(rows, limit, dtype=torch.float64, device=device)
+        drawn = torch.zeros(rows, limit, dtype=torch.long, device=device), torch.zeros(rows, limit, device=device)
         logits = state.enter(entering)
         window, last = state._window, state._longest + limit - 1
         while window.end < last:  # as if every token had been read, the buffers growing as they fill
@@ -361,7 +452,7 @@ def _decode(
             if window.end < last:
                 state._make_room()
         window.end = max(window.end - 1, state._longest)
-        tracer.forget()
+        counted()
         tokens, _ = choose(logits, uniforms[:, 0], sampling)
         state.step(tokens)
         del drawn

@@ -46,7 +46,6 @@ TOKENS = {"max_new_tokens": 12}
 """The same where the model is stood in for, whose responses are short."""
 WITH_CYCLES = ("warmup_steps", "strength_cycles", "teacher_sync_every")
 """Keys that count cycles of the run and shrink with them."""
-TRAIN_ROWS, EVALUATION_ROWS = 40, 2
 
 
 @dataclass(frozen=True)
@@ -272,10 +271,7 @@ def scaled(name: str, overrides: Sequence[str], home: Path) -> Recipe:
         paths = {"path": str(home / "model"), "revision": None, "gguf_file": None}
         paths |= {"expert": str(home / "model")} if recipe.model.expert else {}
         update["model"] = small.model.model_copy(update=paths)
-    if hasattr(recipe.task, "train"):
-        sets = {key: str(home / f"{key}.parquet") for key in recipe.task.evaluation}
-        update["task"] = small.task.model_copy(update={"train": str(home / "train.parquet"), "evaluation": sets})
-    return small.model_copy(update=update)
+    return stand_ins.with_rows(small.model_copy(update=update), home)
 
 
 def _small(section: BaseModel, ratio: float, tokens: Mapping[str, int], path: str = "") -> Any:
@@ -295,17 +291,12 @@ def _small(section: BaseModel, ratio: float, tokens: Mapping[str, int], path: st
 
 def _furnish(home: Path, recipes: Sequence[Recipe]) -> None:
     """A model for all of them and every set of data that one names."""
-    train_rows = stand_ins.rows(TRAIN_ROWS)
     texts = [text for recipe in recipes for text in _texts(recipe.prompts)]
-    texts += [f"{row['problem']}\n\n{row['solution']}" for row in train_rows]
+    texts += [f"{row['problem']}\n\n{row['solution']}" for row in stand_ins.rows(stand_ins.TRAIN_ROWS)]
     positions = max(recipe.model.max_context or 0 for recipe in recipes) or 40960
     stand_ins.save_model(home / "model", list(dict.fromkeys(texts)), positions)
-    stand_ins.save_rows(home / "train.parquet", train_rows)
     names = {name for recipe in recipes if hasattr(recipe.task, "train") for name in recipe.task.evaluation}
-    for number, name in enumerate(sorted(names)):
-        found = stand_ins.rows(EVALUATION_ROWS, TRAIN_ROWS + number * EVALUATION_ROWS)
-        columns = [{key: row[key] for key in ("problem", "answer")} for row in found]
-        stand_ins.save_rows(home / f"{name}.parquet", columns)
+    stand_ins.save_sets(home, names)
 
 
 def _texts(section: PromptsSection) -> list[str]:

@@ -20,6 +20,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, logging
 
+from past_opsd.core.config import Recipe
+
 pa: Any = pyarrow  # it has no types
 pq: Any = pyarrow.parquet
 PAD, START, END, THINK, THOUGHT = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"
@@ -38,6 +40,7 @@ TEMPLATE = (
     "{%- endif %}"
 )
 _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TRAIN_ROWS, EVALUATION_ROWS = 40, 2
 VOCABULARY = 640
 WIDTH = 64
 ANSWERS = ("1", "2")
@@ -158,3 +161,21 @@ def save_rows(file: Path, found: list[dict[str, str]]) -> None:
     """As Parquet, which is what the hub serves."""
     file.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(found), file)
+
+
+def save_sets(home: Path, names: Iterable[str]) -> None:
+    """Problems to train on, and those of every held-out set."""
+    save_rows(home / "train.parquet", rows(TRAIN_ROWS))
+    for number, name in enumerate(sorted(names)):
+        found = rows(EVALUATION_ROWS, TRAIN_ROWS + number * EVALUATION_ROWS)
+        save_rows(home / f"{name}.parquet", [{key: row[key] for key in ("problem", "answer")} for row in found])
+
+
+def with_rows(recipe: Recipe, home: Path) -> Recipe:
+    """The recipe on the sets that `save_sets` makes there, where it reads any; a task that makes its own stays."""
+    if not hasattr(recipe.task, "train"):
+        return recipe
+    sets = {name: str(home / f"{name}.parquet") for name in recipe.task.evaluation}
+    made = {"train": str(home / "train.parquet"), "evaluation": sets, "columns": {}}
+    task = recipe.task.model_copy(update=made)
+    return recipe.model_copy(update={"task": task})

@@ -8,6 +8,7 @@ from pathlib import Path
 TRAJECTORIES = 12
 REPEATS = 8
 LENGTHS = "4096,16384,38912"
+GPU_CHECK = "past-gpu-check.md"
 SEEDS = (17, 29, 43)
 _SEEDS = ",".join(map(str, SEEDS))
 DEMOS = ("embedded", "smollm2", "smollm2_nth")  # families of recipes that have a demo, the default first
@@ -181,6 +182,12 @@ def doctor(parser: ArgumentParser) -> None:
         "--repeats", type=int, help=f"repeats of every check (default {REPEATS}; 2 with a large model on a CPU)"
     )
     parser.add_argument("--dry", action="store_true", help="load no weights")
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="instead: does what is claimed of GPUs hold on this machine? kernel, memory, time, engine; one file",
+    )
+    parser.add_argument("--out", type=place, help=f"with --gpu: the file to write (default {GPU_CHECK})")
 
 
 def trace(parser: ArgumentParser) -> None:

@@ -215,7 +215,7 @@ def made_attempt(session: Session, problem: Problem, words: Problem | None = Non
 # Evaluation protocol
 
 
-class _Recording:
+class Recording:
     """An engine that notes what it was asked and what it answered."""
 
     def __init__(self, engine: Engine):
@@ -245,7 +245,7 @@ def evaluation_protocol(
     section = stated.model_copy(update={"sampling": short})
     sets = {task: tuple(choose(problems, repeats)) for task, problems in session.task.evaluation().items()}
     sets = {task: tuple({p.id: p for p in problems}.values()) for task, problems in sets.items()}
-    engine = _Recording(session.loop.lab.engine)
+    engine = Recording(session.loop.lab.engine)
     run = session.recipe.run.model_copy(update={"seed": recipe.run.seed, "evaluation_seed": recipe.run.evaluation_seed})
     looked = replace(
         session,

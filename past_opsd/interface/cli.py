@@ -199,7 +199,7 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
             "doctor",
             "check a recipe's protocol, numerics, recovery, memory and time",
             "embedded/past",
-            "interface.doctor",
+            commands.doctor,
             arguments.doctor,
             recipe=True,
         ),

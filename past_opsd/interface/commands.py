@@ -60,6 +60,22 @@ def inspect(args: Namespace) -> int:
     return 0
 
 
+def doctor(args: Namespace) -> int:
+    """`past doctor`."""
+    if args.gpu:
+        from past_opsd.interface import kit
+
+        for option, given in (("--dry", args.dry), ("--repeats", args.repeats is not None)):
+            if given:
+                raise PastError(f"--gpu runs the recipe's model once and takes no {option}; give one of the two")
+        return kit.run(args)
+    if args.out is not None:
+        raise PastError("--out is where --gpu writes its file; without --gpu nothing is written")
+    from past_opsd.interface import doctor
+
+    return doctor.run(args)
+
+
 def trace(args: Namespace) -> int:
     """`past trace`."""
     from past_opsd.core import config

@@ -150,10 +150,10 @@ def slow(recipe: Recipe) -> bool:
     return hardware(recipe.model).device == "cpu" and shape_for(recipe).parameters > SLOW
 
 
-def small(recipe: Recipe, seed: int | None = None, **learner: Any) -> Recipe:
+def small(recipe: Recipe, seed: int | None = None, tokens: int = 64, **learner: Any) -> Recipe:
     """The recipe with few problems, short responses and two cycles; everything else as it is."""
     rollout = recipe.rollout
-    problems, samples, tokens, group = (1, 2, 64, 2) if slow(recipe) else (4, 4, 64, 3)
+    problems, samples, group = (1, 2, 2) if slow(recipe) else (4, 4, 3)
     short = {"max_new_tokens": min(tokens, rollout.student.max_new_tokens)}
     return recipe.model_copy(
         update={

@@ -294,7 +294,7 @@ class Tracer:
             is_causal, attn_mask = (True, None) if lower or rows == columns else (False, _lower_right(query, key))
         if is_causal or isinstance(attn_mask, CausalBias):
             pairs -= rows * (rows - 1) // 2
-        kernel, why = self._kernel(query, attn_mask, enable_gqa)
+        kernel, why = self.kernel(query, attn_mask, enable_gqa)
         self.phase.attention[kernel, why] += 1
         if kernel == "math":
             return scaled_dot_product_attention(
@@ -312,7 +312,8 @@ class Tracer:
         work = 4 * pairs * query.shape[0] * query.shape[1] * query.shape[3]
         return cast(Any, _Fused).apply(query, key, value, attn_mask, work, self)
 
-    def _kernel(self, query: Tensor, mask: Tensor | None, grouped: bool) -> tuple[Kernel, str]:
+    def kernel(self, query: Tensor, mask: Tensor | None, grouped: bool) -> tuple[Kernel, str]:
+        """The kernel that the device would use, and why it is not flash."""
         if self._device == "cpu":
             return "flash", ""
         reason = ""

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,6 @@ from past_opsd.analysis import needs, needs_tables
 from past_opsd.core import config
 from past_opsd.core.config import Recipe
 from past_opsd.interface.cli import main
-from past_opsd.learner.step import Learner
-from past_opsd.policy.pretrained import Machine, hardware
-from past_opsd.policy.weightless import Weightless
 
 # Layers, width, heads, heads of keys, vocabulary.
 SIZES = {"wide": (4, 256, 8, 2, 2048), "deep": (6, 128, 4, 4, 1024), "wordy": (4, 128, 4, 2, 16384)}
@@ -47,57 +43,13 @@ def recipe_of(folder: Path, size: str, *overrides: str) -> Recipe:
     return config.load("embedded/past", [*settings, *overrides])
 
 
-class Allocations:
-    """Peaks of a cycle's phases as torch's profiler hears of them from the CPU's allocator."""
-
-    def __init__(self) -> None:
-        self.peaks: dict[str, int] = {}
-        self._name = ""
-        self._profile: Any = None
-
-    def phase(self, name: str) -> None:
-        self.end()
-        self._name = name
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-        self._profile.__enter__()
-
-    def end(self) -> None:
-        if self._profile is None:
-            return
-        self._profile.__exit__(None, None, None)
-        events = self._profile.profiler.kineto_results.events()
-        changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
-        total = self.peaks[self._name] = 0
-        for *_, change in changes:
-            total += change
-            self.peaks[self._name] = max(total, self.peaks[self._name])
-
-
-def allocated(recipe: Recipe) -> dict[str, int]:
-    """A cycle of the recipe on real tensors: bytes at the worst moment of each step beyond what was there before."""
-    torch.set_num_threads(1)
-    choice = hardware(recipe.model, Machine(None))
-    section = needs._settled(recipe.model, choice).model_copy(update={"device": "cpu"})
-    model = Weightless(section)
-    learner = Learner(model, recipe.learner, 1)
-    needs._settle(learner, model, "cpu")
-    loop = needs._loop(recipe, model, learner, needs._Made(64, len(model.head)))
-    heard = Allocations()
-    loop.cycle(0, heard.phase)
-    heard.end()
-    return {needs.PHASES[name]: heard.peaks[name] for name in needs.PHASES}
-
-
-def beyond(found: needs.Needs, phase: str) -> int:
-    """Bytes of a phase beyond what no phase frees."""
-    return sum(size for kind, size in found.phases[phase].kinds.items() if kind not in needs.STANDING)
-
-
 def check_against_the_allocator(recipe: Recipe) -> None:
-    traced = needs.trace(recipe, "cpu")
-    for phase, real in allocated(recipe).items():
+    torch.set_num_threads(1)
+    traced, measured = needs.trace(recipe, "cpu"), needs.measure(recipe, torch.device("cpu"))
+    assert list(measured) == ["sampling", "teacher step", "student step"]
+    for phase, real in measured.items():
         assert real > 2**20, "large enough to measure"
-        assert beyond(traced, phase) == pytest.approx(real, rel=0.1), phase
+        assert traced.beyond(phase) == pytest.approx(real, rel=0.1), phase
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ class VllmEngine:
         self._options = options
         self._model = model
         self._noise = noise(model)
-        self._bound = options.mismatch_bound or max(EXACT, NOISE * self._noise)
+        self._bound = options.mismatch_bound or allowed(self._noise)
         self.wide = model.device.type != "cpu"
         self._number = 0
         self._differences: list[np.ndarray] = []
@@ -287,6 +287,11 @@ def noise(model: Model) -> float:
     with model.otherwise():
         alone = torch.cat([block.cpu() for path in paths for block in _log_probs(model, [path])])
     return float((together.exp() * (together - alone).nan_to_num(nan=0.0).abs()).sum(-1).mean())
+
+
+def allowed(noise: float) -> float:
+    """How far from the trainer an engine may be, where the trainer is so far from itself."""
+    return max(EXACT, NOISE * noise)
 
 
 def _prompts(model: Model) -> list[Tokens]:
