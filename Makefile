@@ -87,7 +87,7 @@ wheel-test:
 triton: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt triton
 
-# Does what is claimed of GPUs hold on this machine? About ten minutes; writes past-gpu-check.md. RECIPE=... for another.
+# Does what is claimed of GPUs hold on this machine? Made for about ten minutes; writes past-gpu-check.md. RECIPE=... for another.
 RECIPE ?= paper/past
 gpu-check: $(READY)
 	$(BIN)/past doctor $(RECIPE) --gpu
