@@ -25,6 +25,8 @@ TEMPLATE = """# {{ seeds() }}
 {{ claims("main", [("PAST", "Vanilla OPSD", 5.617), ("PAST", "GRPO", 1)]) }}
 {{ differences("main", [("PAST", "Vanilla OPSD"), ("PAST", "GRPO")]) }}
 not run: {{ missing("main") }}
+unsure: {{ mean("main", "PAST", "student/distill/entropy", 2, 2) }} {{ mean("main", "PAST", "no/such", 1, 2) }}
+![unsure]({{ figure("main", ["PAST", "Vanilla OPSD"], "certainty") }})
 {{ score("main", "PAST") }} {{ gap("main", "PAST", "Base") }} {{ order("main", ["PAST", "SFT"]) }}
 ![curves]({{ figure("main", ["PAST", "SFT", "Vanilla OPSD"]) }})
 """
@@ -94,8 +96,12 @@ def test_the_page_says_what_is_missing_and_the_figure_has_no_date(collected: Pat
     assert "(SFT: not run)" in text
     assert "PAST minus GRPO | not run | not run |" in text
     assert re.search(r"^not run: SFT, .*GRPO", text, re.MULTILINE)
+    records = evidence.load(collected / "worlds" / "default")
     score = suite.results(TWO, suite.gather(TWO, SEEDS, page.World(collected / "worlds" / "default").read), SEEDS)
     assert f"{100 * score['rows'][2]['macro'][0]:.3f}" in text
+    logged = [records["embedded/past", seed].metrics[1]["student/distill/entropy"] for seed in SEEDS]
+    assert f"unsure: {np.mean(logged):.2f} -\n" in text
+    assert "The student on its own responses" in (collected / "docs" / "page-main-certainty.svg").read_text()
     drawn = (collected / "docs" / "page-main.svg").read_text()
     assert "<dc:date>" not in drawn
     assert "Vanilla OPSD" in drawn

@@ -55,6 +55,27 @@ SKIPPED = (
     Quantity("Groups without a success", "share"),
     "Failed trajectories left out because no continuation of theirs succeeded.",
 )
+SURE = (
+    FAILED_SUCCESS,
+    (
+        "teacher/stay/entropy",
+        "The teacher on its successes",
+        Quantity("Entropy (nats)"),
+        "A token, on average, along its successful continuations of failed trajectories.",
+    ),
+    (
+        "teacher/correct/entropy",
+        "The teacher on correct responses",
+        Quantity("Entropy (nats)"),
+        "A token, on average, along the student's correct responses.",
+    ),
+    (
+        "student/distill/entropy",
+        "The student on its own responses",
+        Quantity("Entropy (nats)"),
+        "A token, on average, along what it sampled.",
+    ),
+)
 FORKS = (
     (
         "student/distill/fork_share",
@@ -233,6 +254,14 @@ def privilege(methods: Sequence[Method]) -> Figure | None:
     if not any(run.shifts for m in methods for run in m.runs.values()):
         caption += " How much of the teacher's change can reach the student is measured by 'past shift RUN'."
     return _figure("privilege-dynamics", "Privilege and optimisation over cycles", caption, panels, "privilege")
+
+
+def certainty(methods: Sequence[Method]) -> Figure | None:
+    """How sure teacher and student are, and whether the teacher succeeds."""
+    distilled = [m for m in methods if data.trace(m, "student/distill/entropy")]
+    panels = _traced(methods, "certainty", SURE, distilled)
+    caption = "The teacher's success on failed responses, and how unsure it and the student are, cycle by cycle."
+    return Figure("certainty", "", "Certainty", caption, panels, "teacher") if panels else None
 
 
 def forks(methods: Sequence[Method]) -> Figure | None:

@@ -28,7 +28,10 @@ from past_opsd.run.folder import RunFolder, runs_below
 pa: Any = pyarrow  # it has no types
 pq: Any = pyarrow.parquet
 KEPT = ("cost/", "failed/", "group/", "hints/", "phase1/", "rollout/")
-ALSO = ("student/stepped", "teacher/stepped", "student/distill/kl", "teacher/correct/kl", "teacher/stay/kl")
+ALSO = (
+    *("student/stepped", "teacher/stepped", "student/distill/kl", "teacher/correct/kl", "teacher/stay/kl"),
+    *("student/distill/entropy", "teacher/correct/entropy", "teacher/stay/entropy"),
+)
 TIMED = "time/"
 WORLDS = "worlds"
 """The folder of evidence by base model, within a family's."""

@@ -14,7 +14,7 @@ import jinja2
 import numpy as np
 
 from past_opsd.analysis import suite, tables
-from past_opsd.analysis.report import data, learning, panels
+from past_opsd.analysis.report import data, learning, panels, teaching
 from past_opsd.analysis.results import evidence
 from past_opsd.analysis.results.evidence import WORLDS, Record
 from past_opsd.analysis.suite import Outcomes, Row, Suite
@@ -23,9 +23,12 @@ from past_opsd.core.nouns import PastError
 
 TEMPLATE = "page.md.jinja"
 NOT_RUN = "not run"
+SCORES = "scores"
+FIGURES = {SCORES: learning.dynamics, "certainty": teaching.certainty}
+"""By the name that a template calls."""
 FUNCTIONS = (
     *("has", "title", "table", "claims", "differences", "order", "missing", "seeds", "cycles", "sets", "samples"),
-    *("setting", "score", "span", "gap", "cost", "diagnostic", "percent", "style"),
+    *("setting", "score", "span", "gap", "cost", "diagnostic", "mean", "percent", "style"),
 )
 """Of `Source`, what a template may call."""
 
@@ -185,6 +188,17 @@ class Source:
         found = self._at(name, world).row(label).diagnostics
         return f"{found[key]:.{digits}f}" if key in found else NOT_RUN
 
+    def mean(self, name: str, label: str, key: str, first: int, last: int, world: str = "default") -> str:
+        """What cycles `first` to `last`, counted from 1, logged, averaged over them and the seeds; those that did not
+        log it are left out."""
+        at = self._at(name, world)
+        row = at.row(label)
+        if row.missing:
+            return NOT_RUN
+        lines = [line for seed in at.world.seeds for line in at.world.read(row.recipe, seed).metrics]
+        found = [line[key] for line in lines if key in line and first <= line["cycle"] + 1 <= last]
+        return f"{np.mean(found):.2f}" if found else "-"
+
     def percent(self, name: str, label: str, key: str, world: str = "default") -> str:
         """A share that the run's last cycle logs, in percent."""
         at = self._at(name, world)
@@ -244,13 +258,13 @@ class Source:
         header = ("Difference", "Paper", "Here, interval over problems", "Direction")
         return tables.markdown_table(tables.Sheet("", header, rows))
 
-    def figure(self, name: str, labels: Sequence[str]) -> panels.Figure:
-        """[fig:main-learning-dynamics] of some rows of a suite."""
+    def figure(self, name: str, labels: Sequence[str], kind: str) -> panels.Figure:
+        """Some rows of a suite: their scores [fig:main-learning-dynamics], or another of `FIGURES`."""
         found = self._at(name, "default")
         chosen = [self._method(found, label) for label in labels if not found.row(label).missing]
-        made = learning.dynamics(chosen)
+        made = FIGURES[kind](chosen)
         if made is None:
-            raise PastError(f"suite '{name}' has no evaluations to draw")
+            raise PastError(f"suite '{name}' has nothing to draw of '{kind}'")
         return made
 
     def _method(self, found: Compared, label: str) -> data.Method:
@@ -293,9 +307,9 @@ def build(folder: Path, family: str, page: Path) -> dict[Path, bytes]:
     }
     drawn: dict[Path, bytes] = {}
 
-    def figure(name: str, labels: Sequence[str]) -> str:
-        file = page.with_name(f"{page.stem}-{name}.svg")
-        drawn[file] = panels.plain_svg(source.figure(name, labels))
+    def figure(name: str, labels: Sequence[str], kind: str = SCORES) -> str:
+        file = page.with_name(f"{page.stem}-{name}{'' if kind == SCORES else f'-{kind}'}.svg")
+        drawn[file] = panels.plain_svg(source.figure(name, labels, kind))
         return file.name
 
     environment = jinja2.Environment(
