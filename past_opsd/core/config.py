@@ -313,6 +313,10 @@ class EvaluationSection(Section):
     at: list[float] = Field(
         default=[0.0, 0.25, 0.5, 0.75, 1.0], description="fractions of the run at which to evaluate"
     )
+    beside: bool = Field(
+        default=False,
+        description="leave evaluation to 'past eval --follow RUN'; the checkpoints for it are kept",
+    )
     sampling: Sampling = Field(default=Sampling(), description="how responses are sampled")
 
     @model_validator(mode="after")

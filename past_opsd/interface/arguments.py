@@ -66,6 +66,13 @@ def evaluate(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--preset", default="paper", help="with --benchmark: 'paper' (default) or 'card' sampling")
     parser.add_argument("--out", type=place, help="write the outcomes as JSON")
+    parser.add_argument(
+        "--follow",
+        type=place,
+        metavar="RUN",
+        help="evaluate a run's checkpoints as they come (its evaluation.beside is true)",
+    )
+    trust(parser)
 
 
 def compare(parser: ArgumentParser) -> None:

@@ -189,6 +189,8 @@ def evaluate(args: Namespace) -> int:
     """`past eval`."""
     from past_opsd.policy.distributed import joined
 
+    if args.follow is not None:
+        return _follow(args)
     with joined() as world:
         recipe = _evaluated_recipe(args)
         world.connect(recipe.distributed.timeout_seconds)
@@ -207,6 +209,33 @@ def evaluate(args: Namespace) -> int:
             if args.out is not None:
                 found.save(args.out)
             ui.evaluated(Console(), found, recipe.evaluation.pass_k)
+    return 0
+
+
+def _follow(args: Namespace) -> int:
+    """`past eval --follow RUN`."""
+    given = {"a recipe": args.recipe, "--model": args.model, "--adapter": args.adapter, "--out": args.out}
+    for name, value in given.items():
+        if value is not None:
+            raise PastError(f"--follow RUN evaluates that run and writes there; leave {name} away")
+    from rich.console import Console
+
+    from past_opsd.interface import ui
+    from past_opsd.policy.distributed import joined
+    from past_opsd.run.folder import RunFolder
+    from past_opsd.run.follow import follow
+
+    recipe, console = RunFolder(args.follow).recipe(), Console()
+    with joined() as world:
+        world.connect(recipe.distributed.timeout_seconds)
+        for evaluation in follow(args.follow, args.overrides, world, args.trust):
+            if world.first:
+                name = f"macro/avg@{evaluation.samples}"
+                score = evaluation.summary(recipe.evaluation.pass_k)[name]
+                console.print(f"after {evaluation.step} cycles: {name} {100 * score:.1f}", highlight=False)
+        if world.first:
+            found = RunFolder(args.follow).read_evaluations()
+            console.print(ui.evaluation_table(found, recipe.evaluation.pass_k))
     return 0
 
 

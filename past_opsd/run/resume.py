@@ -16,8 +16,8 @@ from past_opsd.run.evaluate import evaluation_steps
 from past_opsd.run.folder import RunFolder
 
 FREE = frozenset(
-    {"name", "description", "run.checkpoint_every", "run.keep_checkpoints", "evaluation.at", "evaluation.pass_k"}
-    | {"verifier.workers", "method.ahead"}
+    {"name", "description", "run.checkpoint_every", "run.keep_checkpoints", "verifier.workers", "method.ahead"}
+    | {"evaluation.at", "evaluation.pass_k", "evaluation.beside"}
 )
 """Keys of a recipe that may change when a run goes on: they decide what is kept and shown, not what is learned."""
 ROUNDING = frozenset(
@@ -77,7 +77,7 @@ def continued(run: RunFolder, state: Mapping[str, Any], recipe: Recipe, identity
     if refused:
         raise PastError(_another(run, refused))
     late = sorted(s for s in evaluation_steps(recipe) if s < done and not run.evaluations.path(s).exists())
-    if late:
+    if late and not recipe.evaluation.beside:
         notes.append(f"not evaluated after {', '.join(map(str, late))} cycles: the run is past that")
     return notes
 

@@ -299,8 +299,13 @@ def _opened(
         yield existing
 
 
+def _evaluated(recipe: Recipe) -> set[int]:
+    """The boundaries at which the run itself evaluates."""
+    return set() if recipe.evaluation.beside else evaluation_steps(recipe)
+
+
 def _to_finish(recipe: Recipe, k: int) -> str:
-    then = "the evaluation there and a checkpoint" if k + 1 in evaluation_steps(recipe) else "a checkpoint"
+    then = "the evaluation there and a checkpoint" if k + 1 in _evaluated(recipe) else "a checkpoint"
     return f"finishing cycle {k + 1} of {recipe.run.cycles}, then {then}"
 
 
@@ -400,10 +405,12 @@ def _account(session: Session, run: RunFolder, state: dict[str, Any], display: D
 def _boundary(session: Session, run: RunFolder, step: int, display: Display, clock: Clock, last: bool) -> None:
     """After a complete cycle: evaluate and checkpoint where the recipe says so, and always at the end."""
     section = session.recipe.run
-    if step in evaluation_steps(session.recipe):
+    if step in _evaluated(session.recipe):
         clock.phase("evaluate")
         _evaluate(session, run, step, display)
         clock.stop()
+    elif step in evaluation_steps(session.recipe):
+        pass  # its checkpoint is evaluated elsewhere
     elif step % section.checkpoint_every and step != section.cycles and not last:
         return
     with clock.span("checkpoint"):
@@ -413,7 +420,7 @@ def _boundary(session: Session, run: RunFolder, step: int, display: Display, clo
 
 
 def _evaluate(session: Session, run: RunFolder, step: int, display: Display | None) -> None:
-    if step not in evaluation_steps(session.recipe):
+    if step not in _evaluated(session.recipe):
         return
     evaluation = session.evaluate(step)
     session.ledger.evaluated = sorted({*session.ledger.evaluated, step})
