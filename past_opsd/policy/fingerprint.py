@@ -21,6 +21,7 @@ ENTRIES = 2**20
 """Smaller tensors are put together up to about so many entries: a device is slow to start and quick to add."""
 
 
+@torch.inference_mode()
 def fingerprint(tensors: Iterable[Tensor]) -> str:
     """A hash of the tensors' bits, in their order; it differs wherever one entry changed or two were exchanged."""
     sums: list[Tensor] = []
@@ -43,6 +44,6 @@ def _joined(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         if held and (own != kind or entries >= ENTRIES):
             yield torch.cat(held)
             held, entries = [], 0
-        held.append(tensor.detach().flatten())
+        held.append(tensor.reshape(-1))
         entries, kind = entries + tensor.numel(), own
     yield held[0] if len(held) == 1 else torch.cat(held)
