@@ -25,6 +25,7 @@ TEMPLATE = """# {{ seeds() }}
 {{ claims("main", [("PAST", "Vanilla OPSD", 5.617), ("PAST", "GRPO", 1)]) }}
 {{ differences("main", [("PAST", "Vanilla OPSD"), ("PAST", "GRPO")]) }}
 not run: {{ missing("main") }}
+begun: {{ begun("main") }}
 unsure: {{ mean("main", "PAST", "student/distill/entropy", 2, 2) }} {{ mean("main", "PAST", "no/such", 1, 2) }}
 ![unsure]({{ figure("main", ["PAST", "Vanilla OPSD"], "certainty") }})
 {{ score("main", "PAST") }} {{ gap("main", "PAST", "Base") }} {{ order("main", ["PAST", "SFT"]) }}
@@ -119,6 +120,18 @@ def test_differences_have_both_intervals(copy: Path):
     cells = [tables.interval(found, sign=True) for found in (both, alone)]
     told = page.Source(copy, "embedded").differences("main", [("PAST", "Vanilla OPSD")])
     assert f"| PAST minus Vanilla OPSD | {cells[0]} | {cells[1]} |" in told
+
+
+def test_rows_with_some_of_the_seeds_are_told_apart(copy: Path):
+    world = copy / "worlds" / "default"
+    records = evidence.load(world)
+    del records["embedded/past", SEEDS[1]]
+    evidence.write(world, [records[key] for key in sorted(records)])
+    source = page.Source(copy, "embedded")
+    assert source.score("main", "PAST") == "not run"
+    assert "PAST" in source.missing("main").split(", ")
+    kept = records["embedded/past", SEEDS[0]].evaluations[2].summary()["macro/avg@4"]
+    assert source.begun("main") == f"PAST {100 * kept:.1f} (seed {SEEDS[0]})"
 
 
 def flip(folder: Path) -> None:

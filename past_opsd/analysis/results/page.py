@@ -27,8 +27,8 @@ SCORES = "scores"
 FIGURES = {SCORES: learning.dynamics, "certainty": teaching.certainty}
 """By the name that a template calls."""
 FUNCTIONS = (
-    *("has", "title", "table", "claims", "differences", "order", "missing", "seeds", "cycles", "sets", "samples"),
-    *("setting", "score", "span", "gap", "cost", "diagnostic", "mean", "percent", "style"),
+    *("has", "title", "table", "claims", "differences", "order", "begun", "missing", "seeds", "cycles", "sets"),
+    *("samples", "setting", "score", "span", "gap", "cost", "diagnostic", "mean", "percent", "style"),
 )
 """Of `Source`, what a template may call."""
 
@@ -45,8 +45,8 @@ class World:
         return sorted({seed for _, seed in self.records})
 
     def knows(self, chosen: Suite) -> bool:
-        """Whether there is a run of a suite."""
-        return bool({*chosen.rows.values()} & {recipe for recipe, _ in self.records})
+        """Whether a row of a suite has been run with every seed."""
+        return any(all((recipe, seed) in self.records for seed in self.seeds) for recipe in chosen.rows.values())
 
     def read(self, recipe: str, seed: int) -> Record:
         """One run."""
@@ -243,6 +243,19 @@ class Source:
             rows.append((f"{label} minus {other}", *cells))
         header = ("Difference", "Over problems and seeds", "Over problems")
         return tables.markdown_table(tables.Sheet("", header, rows))
+
+    def begun(self, name: str, world: str = "default") -> str:
+        """The scores of rows that have been run with some of the seeds."""
+        at = self._at(name, world)
+        told: list[str] = []
+        for row in (row for row in at.rows.values() if row.missing):
+            seeds = [seed for seed in at.world.seeds if (row.recipe, seed) in at.world.records]
+            records = [at.world.read(row.recipe, seed) for seed in seeds]
+            if records and all(record.complete for record in records):
+                found = suite.averaged(row.label, row.recipe, records)
+                score = _macro(found.outcomes(max(found.evaluations[0])))
+                told.append(f"{row.label} {100 * score:.1f} (seed {', '.join(map(str, seeds))})")
+        return "; ".join(told) or "none"
 
     def missing(self, name: str, world: str = "default") -> str:
         """The rows that have not been run with every seed."""
