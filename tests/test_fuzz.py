@@ -609,7 +609,7 @@ def damaged(made: Path, place: Path, seed: int) -> Path:
     return run
 
 
-@pytest.mark.parametrize("seed", range(5 * TIMES))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5 * TIMES))])
 def test_a_run_damaged_in_any_way(made: Path, tmp_path: Path, seed: int):
     """Report, comparison, card and page: each works or ends in one message, and none waits for ever."""
     for i in range(10):

@@ -257,6 +257,7 @@ def test_a_recipe_of_ones_own_runs_the_code_it_names(mark: Path, foreign: Path):
     assert taken(mark)
 
 
+@pytest.mark.slow
 def test_looking_at_a_run_of_somebody_else_runs_nothing(mark: Path, foreign: Path, capsys: pytest.CaptureFixture[str]):
     (run,) = find([foreign])
     assert run.recipe.task.name == "theirs.task"
@@ -356,6 +357,7 @@ def test_nothing_is_read_or_written_through_a_link_out_of_a_run(
     assert "secret" not in said
 
 
+@pytest.mark.slow
 def test_a_run_that_is_a_link_itself_is_a_run(finished: Path, tmp_path: Path, recipe: Recipe, quiet: Quiet):
     (tmp_path / "disk").mkdir()
     shutil.copytree(finished, tmp_path / "disk" / "run")

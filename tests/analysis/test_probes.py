@@ -87,6 +87,7 @@ def logits_of(at: boundary.Boundary, view: View, tokens: tuple[int, ...]) -> np.
 
 
 @pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.slow
 def test_every_number_of_a_response_is_what_the_network_says(finished: Path, shared: bool, monkeypatch):
     with boundary.opened(finished, 2) as at:
         if shared:  # as with a model whose positions cost more than an attention of its own
@@ -191,6 +192,7 @@ def test_the_table_fits_80_columns(copied: Path, capsys: pytest.CaptureFixture[s
     assert "\nteacher success: " in text
 
 
+@pytest.mark.slow
 def test_every_checkpoint_is_measured_with_its_own_weights(copied: Path, capsys: pytest.CaptureFixture[str]):
     commands.probe(parsed(copied, "--every-checkpoint", "--problems", "4", "--samples", "1", "--json"))
     results = json.loads(capsys.readouterr().out)

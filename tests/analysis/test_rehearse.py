@@ -110,6 +110,7 @@ def test_a_row_that_fails_is_told_and_the_others_go_on(tmp_path: Path, capsys: p
     assert f"failed: {names[0]}, {names[1]}" in said
 
 
+@pytest.mark.slow
 def test_the_command_rehearses_a_suite_and_prints_no_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["compare", "--family", "paper", "--suite", TWICE, "--rehearse", "--out", str(tmp_path)]
     assert cli.main(words) == 0

@@ -317,6 +317,7 @@ def test_on_the_real_model_the_jackknife_is_nearer_at_few_completions(exact: Exa
     assert abs(corrected) < plugin / 2
 
 
+@pytest.mark.slow
 def test_the_bound_holds_where_everything_is_known(exact: Exact):
     w, fails = exact.probabilities, ~exact.correct
     g = theory.value_shift(exact.q, exact.p, exact.Q)

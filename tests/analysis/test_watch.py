@@ -133,6 +133,7 @@ def test_a_training_is_followed_from_before_its_start_to_its_end(tmp_path: Path,
         assert "3 cycles, ended" in get(server)
 
 
+@pytest.mark.slow
 def test_the_page_may_ask_its_server_and_nothing_else(finished: Path):
     with running(serve([finished])) as server, urllib.request.urlopen(server.url, timeout=60) as answer:
         html, headers = answer.read().decode(), dict(answer.headers)
@@ -189,6 +190,7 @@ def test_a_slow_report_does_not_hold_up_the_state(finished: Path):
     assert ["slow" in text for text in pages] == [True, True]
 
 
+@pytest.mark.slow
 def test_half_written_files_do_not_break_it(finished: Path, tmp_path: Path):
     folder = early(finished, tmp_path / "run", cycles=2)
     with running(serve([folder])) as server:

@@ -419,6 +419,7 @@ def covered(unit: Unit, k: int, new_problems: bool, trials: int, seed: int) -> i
 
 
 @pytest.mark.parametrize("k", [3, 6])
+@pytest.mark.slow
 def test_sample_intervals_cover_the_given_problems(k):
     trials = 300
     hits = covered("sample", k, new_problems=False, trials=trials, seed=100 + k)

@@ -166,6 +166,7 @@ def test_it_is_shown_in_lines_where_there_is_no_terminal(tmp_path: Path, capsys:
         past.train(small, tmp_path / "other", track=["none"], display=False)
 
 
+@pytest.mark.slow
 def test_looking_into_a_run_of_ones_own_needs_a_word(folder: Path, tmp_path: Path):
     named = rf"method\.name = '{Plain.__module__}:Plain', task\.path = .*, verifier\.path = "
     for look in (past.probe, past.shift):

@@ -333,6 +333,7 @@ def test_a_wrong_gradient_and_a_wrong_temperature_are_found(perturbed: Session, 
     assert numeric(perturbed) == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_resume_that_loses_its_streams_and_an_implementation_that_trains_otherwise_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -442,6 +443,7 @@ def test_every_method_of_the_paper_has_a_copy_that_can_be_built(method: str):
     assert made.room(checks.placeholder(1)) < 256
 
 
+@pytest.mark.slow
 def test_the_table_for_a_method_with_a_phase_before_the_first_cycle(capsys):
     recipe = doctor.embedded_copy(config.load("paper/sd_zero"))
     assert recipe.method.revise_correct, "what the method does is the recipe's own"

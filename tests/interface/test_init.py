@@ -80,6 +80,7 @@ def test_a_column_can_be_named_where_none_is_known(tmp_path: Path, capsys: pytes
     assert "--column ROLE=NAME" in told
 
 
+@pytest.mark.slow
 def test_held_out_sets_are_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     train_file = lines(tmp_path / "train.jsonl", ROWS)
     held = lines(tmp_path / "elsewhere" / "held set.jsonl", ROWS[:3])

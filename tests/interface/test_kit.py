@@ -115,6 +115,7 @@ def refuse(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError("CUDA out of memory.\nTried to allocate much")
 
 
+@pytest.mark.slow
 def test_a_part_that_cannot_run_leaves_the_others_whole(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(needs, "trace", refuse)
     monkeypatch.setattr(kit_parts, "_told", refuse)  # after engine and trainer were compared

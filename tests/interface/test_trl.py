@@ -252,6 +252,7 @@ def test_a_callback_can_stop_the_run_and_a_resume_ends_as_if_unbroken(tmp_path: 
     assert resumed.state.global_step == 2
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_from_the_checkpoint_it_names(tmp_path: Path):
     made = make(tmp_path / "run", max_steps=3, save_total_limit=None, disable_tqdm=True)
     made.train()
@@ -553,6 +554,7 @@ def test_a_token_is_not_shown_to_callbacks():
 # What is seen of a run.
 
 
+@pytest.mark.slow
 def test_a_progress_bar_unless_it_is_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     make(tmp_path / "shown").train()
     assert "cycle 2/2" in capsys.readouterr().err
@@ -560,6 +562,7 @@ def test_a_progress_bar_unless_it_is_switched_off(tmp_path: Path, capsys: pytest
     assert "cycle" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_logging_follows_its_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     def noted(completions, answer, log_metric):
         log_metric("length", len(completions[0]))
@@ -640,6 +643,7 @@ def test_push_to_hub_uploads_the_student(trained: PASTTrainer, tmp_path: Path, h
     assert set(hub.files) == {"main", "try"}
 
 
+@pytest.mark.slow
 def test_a_run_is_pushed_when_it_ends_and_on_the_way(tmp_path: Path, hub: Hub):
     more = {"push_to_hub": True, "hub_model_id": "me/mine", "hub_token": "hf_x", "disable_tqdm": True}
     make(tmp_path / "often", hub_strategy="every_save", **more).train()

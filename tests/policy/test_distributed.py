@@ -38,7 +38,7 @@ FOLLOW = [f"learner.{a}.{k}" for a in ("student", "teacher") for k in ("eps=1.0"
 # Micro-batches of few tokens, so that the ranks have different numbers of them.
 RUN = [*SMALL, *FOLLOW, "run.seed=1", "evaluation.at=[1.0]", "learner.token_budget=256"]
 TINY = [*RUN, "rollout.problems_per_cycle=2"]
-# Each start of several processes takes seconds: the quick tests have one run.
+# Each start of several processes takes seconds.
 MORE = pytest.mark.slow
 
 
@@ -121,6 +121,7 @@ def test_dynamic_sampling_replaces_the_same_problems_on_two_processes(run):
     assert sum(line.get("rollout/replaced", 0) for line in lines(one)) > 0
 
 
+@MORE
 def test_more_processes_than_problems_and_an_empty_branch(run):
     one, three = run(1, TINY), run(3, TINY)
     assert_same(one, three)
@@ -147,6 +148,7 @@ with joined() as world:
 """
 
 
+@MORE
 def test_only_the_first_process_reads_weights(launch: Launcher, tmp_path: Path):
     """The others' folders have none. One model has its head in its embeddings, one has not."""
     whole = [Path(resolve("embedded")), chatml.model(tmp_path / "qwen3", "{{ messages }}")]

@@ -24,6 +24,7 @@ def kept(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(files)}
 
 
+@pytest.mark.slow
 def test_scores_made_beside_a_run_are_those_it_would_have_made(
     tmp_path: Path, small_recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

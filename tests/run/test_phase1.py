@@ -89,6 +89,7 @@ def test_a_kill_before_the_first_cycle_costs_a_batch_and_changes_no_bit(
         assert fingerprint(folder) == fingerprint(tmp_path / "unbroken")
 
 
+@pytest.mark.slow
 def test_seconds_before_the_first_cycle_have_a_line_of_their_own(tmp_path: Path, small_recipe):
     recipe = small_recipe("embedded/h2sd", *SETTINGS)
     run = RunFolder(tmp_path / "hints")
@@ -105,6 +106,7 @@ def test_seconds_before_the_first_cycle_have_a_line_of_their_own(tmp_path: Path,
     assert phase1.seconds(RunFolder(tmp_path / "none")) == {}
 
 
+@pytest.mark.slow
 def test_samples_of_another_setup_and_damaged_ones_are_drawn_again(tmp_path: Path, small_recipe):
     recipe = small_recipe("embedded/h2sd", *SETTINGS)
     run = RunFolder(tmp_path)

@@ -46,6 +46,7 @@ def operations(file: Path) -> list[str]:
     return [str(e.get("name")) for e in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
 
 
+@pytest.mark.slow
 def test_a_trace_is_bounded_by_forwards_however_long_the_phase(
     past: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

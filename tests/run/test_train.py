@@ -107,6 +107,7 @@ def test_two_runs_are_the_same_and_another_seed_is_not(unbroken: Path, tmp_path:
     assert fingerprint(tmp_path / "other")["metrics"] != fingerprint(unbroken)["metrics"]
 
 
+@pytest.mark.slow
 def test_drawing_ahead_is_the_same_run_in_fewer_rounds(tmp_path: Path, small_recipe):
     """Adapters, groups and the controller to the bit; what no group needed is a cost and nothing else."""
     falling = ["method.warmup_cycles=0", "method.success_threshold=0.0", "method.patience=1", "evaluation.at=[]"]
@@ -549,6 +550,7 @@ def test_too_many_problems_a_cycle_is_told(small_recipe, tmp_path: Path, quiet: 
         train(small_recipe("embedded/past", "rollout.problems_per_cycle=99"), tmp_path, False, quiet)
 
 
+@pytest.mark.slow
 def test_a_wrong_tau_is_noticed_in_a_real_run(tmp_path: Path, small_recipe, quiet: Quiet):
     """The threshold of a large vocabulary on the tiny one: the clip turns gradients around, and the run says so."""
     recipe = small_recipe("embedded/opsd", "run.cycles=10", "method.tau=0.01", "evaluation.at=[]")

@@ -483,6 +483,7 @@ def test_real_files(shared: Path):
     assert {name: len(ps) for name, ps in task.evaluation().items()} == {"aime24": 30, "aime25": 30, "hmmt25": 30}
 
 
+@pytest.mark.slow
 def test_a_run_on_parquet_with_a_users_function_is_the_run_on_the_same_problems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_recipe: Any
 ):

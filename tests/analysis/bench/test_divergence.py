@@ -20,6 +20,7 @@ def arguments(*words):
     return parser.parse_args(words)
 
 
+@pytest.mark.slow
 def test_prints_the_table_and_the_ratios(capsys, monkeypatch):
     monkeypatch.setattr(bench, "peak_memory", lambda *args: None)
     before = torch.get_num_threads()

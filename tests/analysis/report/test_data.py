@@ -68,6 +68,7 @@ def test_a_folder_without_runs_says_what_to_do(tmp_path: Path):
         data.find([tmp_path / "missing"])
 
 
+@pytest.mark.slow
 def test_a_damaged_run_among_others_is_told_and_left_out(original: Path, tmp_path: Path, capsys):
     near, broken = copy(original, tmp_path / "near", seeded(29)), copy(original, tmp_path / "broken")
     (broken / "metrics.jsonl").write_text("no line of a run\n")

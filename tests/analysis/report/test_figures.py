@@ -34,6 +34,8 @@ PAPER = {
     "fig:past-method",
 }
 
+pytestmark = pytest.mark.slow  # five runs and every figure of them
+
 
 def command(name: str, *words: str) -> None:
     parser = argparse.ArgumentParser()

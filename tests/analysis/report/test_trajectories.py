@@ -54,6 +54,7 @@ def test_the_kl_along_attempts_is_the_one_that_training_recorded(tmp_path: Path)
         assert sum(kl) / len(kl) == pytest.approx(line["student/distill/kl"], abs=2e-6)
 
 
+@pytest.mark.slow
 def test_the_kl_along_continuations_is_the_failed_path_kl(past_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trajectories, "MAX_CONTINUATIONS", 99)
     found = _collect(past_run)

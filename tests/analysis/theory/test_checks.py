@@ -59,6 +59,7 @@ def test_no_check_rests_on_few_instances(found):
     assert all(c.instances >= 10 for c in counted)
 
 
+@pytest.mark.slow
 def test_the_numbers_of_the_paper(found):
     by_statement = {c.statement: c for c in found if c.label == "eq:clipping-safe-region"}
     assert by_statement["p = (.9,.1), q = (.001,.999), 3 decimals: KL"].left == 5.892
@@ -184,6 +185,7 @@ def screen(rows, width=80):
     return captured.get()
 
 
+@pytest.mark.slow
 def test_the_table_fits_80_columns(found):
     text = screen(found)
     lines = text.splitlines()
@@ -198,6 +200,7 @@ def test_the_table_fits_80_columns(found):
     assert f"{len(found)} statements, largest residual" in text
 
 
+@pytest.mark.slow
 def test_the_command_exits_1_when_a_statement_does_not_hold(found, monkeypatch, capsys):
     monkeypatch.setattr(checks, "checks", lambda seed: found)
     assert commands.theory(parsed()) == 0
@@ -210,6 +213,7 @@ def test_the_command_exits_1_when_a_statement_does_not_hold(found, monkeypatch, 
     assert "1 do not hold" in out
 
 
+@pytest.mark.slow
 def test_json_holds_every_statement_and_only_numbers(found, monkeypatch, capsys):
     bad = Check("s", "prop:x", 2.0, math.nan, "=", math.inf, True)
     asked = []

@@ -123,6 +123,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert read(path) == [{"gold": "4", "prediction": r"\boxed{4.0}"}]
 
 
+@pytest.mark.slow
 def test_the_command_sets_math_verify_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {"family": "percent", "gold": "5", "prediction": r"\boxed{5\%}", "expected": False},
