@@ -88,6 +88,7 @@ def logits_of(at: boundary.Boundary, view: View, tokens: tuple[int, ...]) -> np.
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.slow
+@pytest.mark.portable
 def test_every_number_of_a_response_is_what_the_network_says(finished: Path, shared: bool, monkeypatch):
     with boundary.opened(finished, 2) as at:
         if shared:  # as with a model whose positions cost more than an attention of its own

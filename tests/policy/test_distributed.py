@@ -122,6 +122,7 @@ def test_dynamic_sampling_replaces_the_same_problems_on_two_processes(run):
 
 
 @MORE
+@pytest.mark.portable
 def test_more_processes_than_problems_and_an_empty_branch(run):
     one, three = run(1, TINY), run(3, TINY)
     assert_same(one, three)

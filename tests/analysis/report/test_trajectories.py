@@ -55,6 +55,7 @@ def test_the_kl_along_attempts_is_the_one_that_training_recorded(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.portable
 def test_the_kl_along_continuations_is_the_failed_path_kl(past_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trajectories, "MAX_CONTINUATIONS", 99)
     found = _collect(past_run)
