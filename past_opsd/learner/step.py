@@ -25,6 +25,8 @@ from past_opsd.policy import fused, packing
 from past_opsd.policy.model import TRAINABLE, Model
 
 IDENTITY = "identity"
+EVERY_BIT = 10
+"""Steps of an adapter from one in which every bit of the other is compared to the next."""
 Member = tuple[slice, View | None, list[Weighted]]
 """A sequence in a loss call: where it stands in the micro-batch's live states, the frozen view it reads, its terms."""
 
@@ -103,8 +105,9 @@ class Learner:
         if not any(map(pulls, terms)):
             return {f"{phase}/stepped": 0.0}  # AdamW would follow its momentum
         other: Adapter = "teacher" if phase == "student" else "student"
+        bits = self.steps[phase] % EVERY_BIT == 0
         with self.span(IDENTITY):
-            frozen = self._model.fingerprint(other)
+            frozen = self._model.mark(other, bits)
         optimizer = self.optimizers[phase]
         try:
             with self._model.training(phase):
@@ -119,7 +122,7 @@ class Learner:
         self.steps[phase] += 1
         self._model.bump(phase)
         with self.span(IDENTITY):
-            if self._model.fingerprint(other) != frozen:
+            if self._model.mark(other, bits) != frozen:
                 raise RuntimeError(f"the {other} adapter moved during the {phase} step")
             if not self._model.world.alone:
                 self._model.world.agree(f"{phase} adapter after a step", self._model.fingerprint(phase))

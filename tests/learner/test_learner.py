@@ -271,14 +271,26 @@ def test_terms_of_the_other_phase_are_refused(past: Session):
         past.learner.step("student", some_terms("teacher"))
 
 
-def test_a_moved_frozen_adapter_is_noticed(past: Session, monkeypatch: pytest.MonkeyPatch):
-    def step(*_: object) -> None:
-        with torch.no_grad():
-            next(iter(past.model.parameters("student").values())).add_(1.0)
+@pytest.mark.parametrize(("steps", "counted"), [(0, True), (3, True), (10, True), (0, False), (10, False)])
+def test_a_moved_frozen_adapter_is_noticed(past: Session, monkeypatch: pytest.MonkeyPatch, steps: int, counted: bool):
+    """At every step where torch counts the write, and at every tenth whatever it was."""
 
+    def step(*_: object) -> None:
+        weight = next(iter(past.model.parameters("student").values()))
+        (weight.detach() if counted else weight.data).add_(1.0)
+
+    past.learner.steps["teacher"] = steps
     monkeypatch.setattr(past.learner.optimizers["teacher"], "step", step)
     with pytest.raises(RuntimeError, match="the student adapter moved during the teacher step"):
         past.learner.step("teacher", some_terms())
+
+
+def test_most_steps_read_no_bits(past: Session, monkeypatch: pytest.MonkeyPatch):
+    read: list[str] = []
+    monkeypatch.setattr(past.model, "fingerprint", lambda adapter: read.append(adapter) or "")
+    for _ in range(11):
+        past.learner.step("teacher", some_terms())
+    assert read == ["student"] * 4
 
 
 def test_stray_trainable_parameters_are_noticed(past: Session, monkeypatch: pytest.MonkeyPatch):
