@@ -12,6 +12,7 @@ import sys
 import time
 from argparse import Namespace
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -214,8 +215,8 @@ def evaluate(args: Namespace) -> int:
 
 def _follow(args: Namespace) -> int:
     """`past eval --follow RUN`."""
-    given = {"a recipe": args.recipe, "--model": args.model, "--adapter": args.adapter, "--out": args.out}
-    for name, value in given.items():
+    given = {"a recipe": args.recipe, "--model": args.model, "--benchmark": args.benchmark}
+    for name, value in (given | {"--adapter": args.adapter, "--out": args.out}).items():
         if value is not None:
             raise PastError(f"--follow RUN evaluates that run and writes there; leave {name} away")
     from rich.console import Console
@@ -228,10 +229,11 @@ def _follow(args: Namespace) -> int:
     recipe, console = RunFolder(args.follow).recipe(), Console()
     with joined() as world:
         world.connect(recipe.distributed.timeout_seconds)
-        for evaluation in follow(args.follow, args.overrides, world, args.trust):
+        tell = partial(console.print, highlight=False, soft_wrap=True)
+        for evaluation in follow(args.follow, args.overrides, world, args.trust, tell):
             if world.first:
                 name = f"macro/avg@{evaluation.samples}"
-                score = evaluation.summary(recipe.evaluation.pass_k)[name]
+                score = evaluation.summary()[name]
                 console.print(f"after {evaluation.step} cycles: {name} {100 * score:.1f}", highlight=False)
         if world.first:
             found = RunFolder(args.follow).read_evaluations()

@@ -514,7 +514,7 @@ class Model(Network):
         self._folded = None
 
     def fingerprint(self, adapter: Adapter) -> str:
-        """Whether an adapter is what it was, cheaply: for every step."""
+        """Whether an adapter is bit for bit what it was."""
         return fingerprint(self._parameters[adapter].values())
 
     def mark(self, adapter: Adapter, bits: bool) -> tuple[str, ...]:

@@ -50,12 +50,7 @@ class Boundary:
 
     def move(self, step: int) -> None:
         """Load both adapters of another checkpoint and let the engine serve them."""
-        path = self.run.checkpoint(step)
-        state = checkpoint.read_state(path)
-        self.notes = _compare(state.get("identity"), self.session, path)
-        checkpoint.load_adapters(self.session.model, path)
-        checkpoint.restore_method(path, state, self.session.loop.method)
-        self.session.loop.publish()
+        self.notes = enter(self.session, self.run.checkpoint(step))
         self.step = step
 
     def description(self) -> dict[str, Any]:
@@ -148,6 +143,16 @@ def whole(folder: Path) -> tuple[list[int], list[str]]:
     problems = {step: checkpoint.damage(run.checkpoint(step)) for step in run.steps()}
     notes = [f"{run.checkpoint(s)} is damaged ({p}); left out" for s, p in problems.items() if p is not None]
     return [step for step, problem in problems.items() if problem is None], notes
+
+
+def enter(session: Session, path: Path) -> list[str]:
+    """The parts as they were at a checkpoint, both adapters served; a line for whatever else is not as in training."""
+    state = checkpoint.read_state(path)
+    notes = _compare(state.get("identity"), session, path)
+    checkpoint.load_adapters(session.model, path)
+    checkpoint.restore_method(path, state, session.loop.method)
+    session.loop.publish()
+    return notes
 
 
 def _compare(saved: Any, session: Session, path: Path) -> list[str]:

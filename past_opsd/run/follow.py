@@ -8,7 +8,7 @@ run that is taken back to an earlier checkpoint, leaves work for the next look a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from past_opsd.core import config, life
@@ -24,11 +24,16 @@ PAUSE = 2.0
 
 
 def follow(
-    folder: Path, overrides: Sequence[str] = (), world: World | None = None, trust: bool = False
+    folder: Path,
+    overrides: Sequence[str] = (),
+    world: World | None = None,
+    trust: bool = False,
+    tell: Callable[[str], None] = print,
 ) -> Iterator[Evaluation]:
     """Every evaluation of a run that leaves them to others, as its checkpoints come; ends with the last one.
 
-    `overrides` say where it computes, e.g. another device or server than the run's.
+    `overrides` say where it computes, e.g. another device or server than the run's. Whatever is not as in training is
+    told once; another model is refused.
     """
     run, world = RunFolder(folder), world or World()
     boundary.require_trust(run, boundary.entrusted(run.recipe()), trust)
@@ -38,6 +43,7 @@ def follow(
             f"{run} evaluates itself while it trains; a run that leaves it to 'past eval --follow' is started with "
             "--set evaluation.beside=true"
         )
+    told: set[str] = set()
     with session(recipe, world=world) as assembled:
         while left := world.share(lambda: _left(run, evaluation_steps(recipe))):
             step = world.share(lambda: next((step for step in left if _there(run, step)), None))
@@ -45,8 +51,10 @@ def follow(
                 life.doing(f"waiting for the checkpoint after {left[0]} of {recipe.run.cycles} cycles")
                 time.sleep(PAUSE)
                 continue
-            checkpoint.load_adapters(assembled.model, run.checkpoint(step))
-            assembled.loop.publish()
+            for note in boundary.enter(assembled, run.checkpoint(step)):
+                if world.first and note not in told:
+                    told.add(note)
+                    tell(note)
             evaluation = assembled.evaluate(step)
             if world.first:
                 run.write_evaluation(evaluation)

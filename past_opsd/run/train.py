@@ -405,14 +405,13 @@ def _account(session: Session, run: RunFolder, state: dict[str, Any], display: D
 def _boundary(session: Session, run: RunFolder, step: int, display: Display, clock: Clock, last: bool) -> None:
     """After a complete cycle: evaluate and checkpoint where the recipe says so, and always at the end."""
     section = session.recipe.run
+    due = step in evaluation_steps(session.recipe)  # here or elsewhere: of its checkpoint
+    if not due and step % section.checkpoint_every and step != section.cycles and not last:
+        return
     if step in _evaluated(session.recipe):
         clock.phase("evaluate")
         _evaluate(session, run, step, display)
         clock.stop()
-    elif step in evaluation_steps(session.recipe):
-        pass  # its checkpoint is evaluated elsewhere
-    elif step % section.checkpoint_every and step != section.cycles and not last:
-        return
     with clock.span("checkpoint"):
         _checkpoint(session, run, step)
     if session.world.first:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from conftest import Quiet
 
 from past_opsd.core.nouns import PastError
 from past_opsd.interface.cli import main
+from past_opsd.policy.pretrained import resolve
 from past_opsd.run import follow
 from past_opsd.run.folder import RunFolder
 from past_opsd.run.train import train
@@ -46,6 +48,19 @@ def test_scores_made_beside_a_run_are_those_it_would_have_made(
     ]
     # What is evaluated stays, and nothing is left to do.
     assert list(follow.follow(folder)) == []
+
+    # What is not as in training is told once; another model is refused.
+    for step in (0, 1):
+        run.evaluations.path(step).unlink()
+    told: list[str] = []
+    list(follow.follow(folder, ["engine.batch=8"], tell=told.append))
+    assert told == ["changed since training: recipe.engine.batch: 256 -> 8"]
+    run.evaluations.path(0).unlink()
+    other = shutil.copytree(resolve("embedded"), tmp_path / "other")
+    (other / "chat_template.jinja").write_text((other / "chat_template.jinja").read_text() + " ")
+    with pytest.raises(PastError, match="was trained on another model"):
+        list(follow.follow(folder, [f"model.path='{other}'"]))
+    assert not run.evaluations.path(0).exists()
 
     next(run.checkpoint(2).rglob("*.safetensors")).write_bytes(b"")
     run.evaluations.path(2).unlink()
