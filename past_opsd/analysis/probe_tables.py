@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 CONDITIONS = ("matching", "removed", "shuffled")
+STUDENT = "student"
 DIFFERENCES = (("removed", "matching"), ("shuffled", "matching"), ("shuffled", "removed"))
 SUBSETS = ("all", "correct", "failed")
 METRICS = {
@@ -19,7 +20,11 @@ METRICS = {
     "jsd_matching": "JSD matched",
     "kl": "KL student",
     "kl_successful": "KL verified",
+    "p_reference": "p reference",
+    "p_own": "p own",
 }
+SHARES = frozenset({"success", "p_reference", "p_own"})
+"""Between 0 and 1."""
 
 
 def show(console: Console, result: Mapping[str, Any], file: Path) -> None:
@@ -43,10 +48,31 @@ def show(console: Console, result: Mapping[str, Any], file: Path) -> None:
     console.print(_table("Teacher under three prompts (95 % interval)", CONDITIONS, result["conditions"]))
     names = [f"{a}-{b}" for a, b in DIFFERENCES if b == "matching"]
     console.print(_table("Paired differences to matching (95 % interval)", names, result["differences"], sign=True))
+    for line in (*_departures(result), *_styles(result)):
+        console.print(line, highlight=False)
     console.print(result["verdict"], highlight=False)
     for note in result["notes"]:
         console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
     console.print(f"written: {file}", highlight=False, soft_wrap=True)
+
+
+def _departures(result: Mapping[str, Any]) -> list[str]:
+    """What the student itself does where a failed response first leaves the reference."""
+    own = result["conditions"][STUDENT]["failed"]
+    if own["p_reference"] is None:
+        return []
+    shown = [cell(own[metric]) for metric in ("p_reference", "p_own")]
+    return [f"the student where failed responses leave the reference: p reference {shown[0]}, p own {shown[1]}"]
+
+
+def _styles(result: Mapping[str, Any]) -> list[str]:
+    """How the responses are written, where the task tells styles apart."""
+    total = result["counts"]["responses"]
+    lines = {
+        name: ", ".join(f"{label} {number(count / total, percent=True)} %" for label, count in labels.items())
+        for name, labels in result["styles"].items()
+    }
+    return [f"{name:9s} writes {line}" for name, line in lines.items() if line]
 
 
 def _table(title: str, names: Sequence[str], data: Mapping[str, Any], sign: bool = False) -> Table:

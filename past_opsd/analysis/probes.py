@@ -6,14 +6,15 @@ The run's teacher at a checkpoint reads three prompts for every fresh student re
     removed    (X, Z), the attempt's block cut out
     shuffled   (X, Y', Z), a response Y' to another problem
 
-Every condition sees the same responses and draws from the same seeds, so conditions pair by problem.
+Every condition sees the same responses and draws from the same seeds, so conditions pair by problem. Where a response
+first leaves the reference solution, the probability of the reference's token and of the response's own are read, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from past_opsd.analysis.probe_tables import CONDITIONS, DIFFERENCES, METRICS
+from past_opsd.analysis.probe_tables import CONDITIONS, DIFFERENCES, METRICS, SHARES, STUDENT
 from past_opsd.core import life, stats
 from past_opsd.core.losses import GeneralizedJSD, Stay
-from past_opsd.core.nouns import Adapter, Attempt, PastError, Problem, View, derive_seed
+from past_opsd.core.nouns import Adapter, Attempt, PastError, Problem, Tokens, View, derive_seed
 from past_opsd.core.prompts import Prompts
+from past_opsd.policy.packing import Read
 from past_opsd.rollout.lab import Work
 from past_opsd.run import boundary
 from past_opsd.run.boundary import Boundary
@@ -38,11 +40,16 @@ _JSD, _KL = GeneralizedJSD(0.5), Stay()
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of every response: condition -> metric -> [responses], nan where there is nothing."""
+    """What was measured of every response: condition -> metric -> [responses], nan where there is nothing.
+
+    Conditions are the teacher's three, and "student" for what the student itself does at a departure. `styles` has the
+    label of every response by condition.
+    """
 
     problems: list[str]
     correct: np.ndarray
     values: Mapping[str, Mapping[str, np.ndarray]]
+    styles: Mapping[str, Sequence[str]]
 
 
 def donors(attempts: Sequence[Attempt], seed: int) -> list[int]:
@@ -82,25 +89,59 @@ def teacher_views(prompts: Prompts, teacher: Adapter, attempt: Attempt, donor: A
 
 
 def measure(at: Boundary, attempts: Sequence[Attempt], views: Sequence[Mapping[str, View]]) -> Measured:
-    """Success, next-token divergences along Y and compatibility KL along the teacher's own continuations."""
-    paths = [((a.view, *(v[c] for c in CONDITIONS)), a.response.tokens) for a, v in zip(attempts, views, strict=True)]
+    """Success, divergences along Y and along the teacher's own continuations, and what happens at departures."""
+    continued = _continue(at, attempts, views)
     life.doing("reading responses under every prompt")
-    along = boundary.along(at, paths, _divergences)
-    values: dict[str, dict[str, np.ndarray]] = {}
-    for k, condition in enumerate(CONDITIONS):
-        life.doing(f"teacher, {condition}")
-        continued = _continue(at, attempts, [v[condition] for v in views])
-        pairs = [((c.view, a.view), c.response.tokens) for c, a in zip(continued, attempts, strict=True)]
-        kl = boundary.along(at, pairs, _compatibility)[:, 0]
-        success = np.array([float(c.verdict.correct) for c in continued])
-        values[condition] = {
-            "success": success,
-            "jsd_student": along[:, k],
-            "jsd_matching": along[:, len(CONDITIONS) + k],
-            "kl": kl,
-            "kl_successful": np.where(success == 1, kl, np.nan),
-        }
-    return Measured([a.problem.id for a in attempts], np.array([a.verdict.correct for a in attempts]), values)
+    units: list[list[Read]] = []
+    for i, (attempt, own) in enumerate(zip(attempts, views, strict=True)):
+        paths = [(own[c], attempt.response.tokens) for c in CONDITIONS]
+        paths += [(own[c], continued[c][i].response.tokens) for c in CONDITIONS]
+        units.append(paths + [(attempt.view, tokens) for tokens in dict.fromkeys(tokens for _, tokens in paths)])
+    values = {c: {m: np.full(len(attempts), np.nan) for m in METRICS} for c in (*CONDITIONS, STUDENT)}
+    for i, states in boundary.read(at, units):
+        for condition, found in _one(at, attempts[i], views[i], {c: continued[c][i] for c in CONDITIONS}, states):
+            for metric, value in found.items():
+                values[condition][metric][i] = value
+    style = at.session.task.style
+    written = {STUDENT: attempts} | continued
+    styles = {name: [style(a.response.text) for a in some] for name, some in written.items()}
+    return Measured([a.problem.id for a in attempts], np.array([a.verdict.correct for a in attempts]), values, styles)
+
+
+def _one(
+    at: Boundary,
+    attempt: Attempt,
+    views: Mapping[str, View],
+    continued: Mapping[str, Attempt],
+    states: Mapping[Read, Tensor],
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Condition, metric -> value, of one response."""
+    y = attempt.response.tokens
+    readers = [attempt.view, *(views[c] for c in CONDITIONS)]
+    along = boundary.along(at, [states[view, y] for view in readers], _divergences)
+    departure = departed(y, at.session.loop.prompts.completion(attempt.problem.solution))
+    for k, (name, view) in enumerate(zip((STUDENT, *CONDITIONS), readers, strict=True)):
+        found: dict[str, float] = {}
+        if departure is not None:
+            t, other = departure
+            p = at.session.model.log_probs(states[view, y][t : t + 1])[0].exp()
+            found |= {"p_reference": float(p[other]), "p_own": float(p[y[t]])}
+        if name == STUDENT:
+            yield name, found | {"success": float(attempt.verdict.correct)}
+            continue
+        c = continued[name]
+        paths = [states[reader, c.response.tokens] for reader in (view, attempt.view)]
+        kl = float(boundary.along(at, paths, _compatibility)[0])
+        found |= {"success": float(c.verdict.correct), "kl": kl}
+        found |= {"jsd_student": along[k - 1], "jsd_matching": along[len(CONDITIONS) + k - 1]}
+        yield name, found | ({"kl_successful": kl} if c.verdict.correct else {})
+
+
+def departed(tokens: Tokens, reference: Tokens) -> tuple[int, int] | None:
+    """Where a response first leaves the reference solution and the token it has there; None if one begins the other."""
+    places = (t for t, (own, other) in enumerate(zip(tokens, reference, strict=False)) if own != other)
+    t = next(places, None)
+    return None if t is None else (t, reference[t])
 
 
 def _divergences(logp: list[Tensor]) -> Tensor:
@@ -116,15 +157,23 @@ def _compatibility(logp: list[Tensor]) -> Tensor:
     return _KL(teacher, student, torch.empty(0))[None]
 
 
-def _continue(at: Boundary, attempts: Sequence[Attempt], views: Sequence[View]) -> list[Attempt]:
-    """One verified teacher response per student response; the seeds do not know the condition."""
+def _continue(
+    at: Boundary, attempts: Sequence[Attempt], views: Sequence[Mapping[str, View]]
+) -> dict[str, list[Attempt]]:
+    """One verified teacher response per student response and condition; the seeds do not know the condition."""
     counts: dict[str, int] = {}
-    work: list[Work] = []
-    for attempt, view in zip(attempts, views, strict=True):
+    seeds: list[int] = []
+    for attempt in attempts:
         id_ = attempt.problem.id
         counts[id_] = counts.get(id_, -1) + 1
-        work.append(Work(attempt.problem, view, derive_seed(at.seed, "probe", at.step, id_, "teacher", counts[id_])))
-    return at.session.loop.attempt(work, at.session.loop.rollout.teacher)
+        seeds.append(derive_seed(at.seed, "probe", at.step, id_, "teacher", counts[id_]))
+    given = list(zip(attempts, views, seeds, strict=True))
+    found: dict[str, list[Attempt]] = {}
+    for condition in CONDITIONS:
+        life.doing(f"teacher's responses, {condition}")
+        work = [Work(attempt.problem, own[condition], seed) for attempt, own, seed in given]
+        found[condition] = at.session.loop.attempt(work, at.session.loop.rollout.teacher)
+    return found
 
 
 def probe(at: Boundary, problems: Sequence[Problem], samples: int, split: str) -> dict[str, Any]:
@@ -141,7 +190,7 @@ def probe(at: Boundary, problems: Sequence[Problem], samples: int, split: str) -
         raise PastError("no response fits the context under all three prompts; raise model.max_context")
     measured = measure(at, [drawn[i] for i in kept], [views[i] for i in kept])
     same = [pairs[i][0].verdict.correct == pairs[i][1].verdict.correct for i in kept]
-    conditions = {c: _estimates(measured, measured.values[c], None, at.seed) for c in CONDITIONS}
+    conditions = {c: _estimates(measured, measured.values[c], None, at.seed) for c in (*CONDITIONS, STUDENT)}
     differences = {
         f"{a}-{b}": _estimates(measured, measured.values[a], measured.values[b], at.seed) for a, b in DIFFERENCES
     }
@@ -170,6 +219,7 @@ def probe(at: Boundary, problems: Sequence[Problem], samples: int, split: str) -
         },
         "conditions": conditions,
         "differences": differences,
+        "styles": {c: dict(Counter(filter(None, labels)).most_common()) for c, labels in measured.styles.items()},
         "verdict": verdict(conditions, differences),
         "notes": at.notes,
     }
@@ -192,7 +242,7 @@ def _estimates(
             scores = by_problem(measured.problems, values[metric], mask)
             if minus is not None:
                 scores = scores - by_problem(measured.problems, minus[metric], mask)
-            bounds = (0.0 if minus is None else -1.0, 1.0) if metric == "success" else None
+            bounds = (0.0 if minus is None else -1.0, 1.0) if metric in SHARES else None
             out[subset][metric] = interval(scores[~np.isnan(scores)], seed, bounds)
     return out
 

@@ -16,7 +16,7 @@ from itertools import groupby, islice
 import torch
 from torch import Tensor
 
-from past_opsd.core.nouns import Tokens, View
+from past_opsd.core.nouns import Adapter, Tokens, View
 
 Read = tuple[View, Tokens]
 """A path: a view, and the token ids it reads along."""
@@ -196,23 +196,39 @@ def batches(widths: Sequence[int], budget: int, heights: Sequence[int] | None = 
         yield batch
 
 
-def alike(columns: Sequence[Sequence[Read]], budget: int) -> Iterator[list[int]]:
-    """Indices of paths, those that begin alike beside each other, cut so that a shared row stays within the budget.
+def alike(units: Sequence[Sequence[Read]], budget: int) -> Iterator[list[int]]:
+    """Indices of units, those that begin alike beside each other, cut so that an adapter's row stays within the budget.
 
-    A column holds the paths as one view reads them; the budget holds for each. A path that exceeds it goes alone.
+    A unit is what is read together, by one adapter or several. Of what units share, only what the first reads of two
+    neighbours begin with is counted once, so a row may come out shorter than the budget, never longer. A unit that
+    exceeds it goes alone.
     """
-    reads = [[sequence(path) for path in column] for column in columns]
+    reads = [by_adapter(unit) for unit in units]
+    trees: list[dict[Adapter, int]] = [{name: len(Tree(own)) for name, own in unit.items()} for unit in reads]
+    firsts: list[dict[Adapter, Tokens]] = [{n: min(map(sequence, own)) for n, own in unit.items()} for unit in reads]
     batch: list[int] = []
-    sizes = [0] * len(columns)
-    for i in sorted(range(len(reads[0])), key=lambda i: reads[0][i]):
-        added = [len(own[i]) - (common_prefix([own[batch[-1]], own[i]]) if batch else 0) for own in reads]
-        if batch and any(size + more > budget for size, more in zip(sizes, added, strict=True)):
+    size: dict[Adapter, int] = {}
+    for i in sorted(range(len(units)), key=lambda i: sorted(firsts[i].items())):
+        begun = firsts[batch[-1]] if batch else {}
+        grown = size | {
+            name: size.get(name, 0) + more - (common_prefix([begun[name], firsts[i][name]]) if name in begun else 0)
+            for name, more in trees[i].items()
+        }
+        if batch and max(grown.values()) > budget:
             yield batch
-            batch, sizes, added = [], [0] * len(columns), [len(own[i]) for own in reads]
+            batch, grown = [], trees[i]
         batch.append(i)
-        sizes = [size + more for size, more in zip(sizes, added, strict=True)]
+        size = grown
     if batch:
         yield batch
+
+
+def by_adapter(reads: Sequence[Read]) -> dict[Adapter, list[Read]]:
+    """What each adapter reads, each read once."""
+    found: dict[Adapter, list[Read]] = {}
+    for read in dict.fromkeys(reads):
+        found.setdefault(read[0].adapter, []).append(read)
+    return found
 
 
 def common_prefix(prompts: Sequence[Tokens]) -> int:

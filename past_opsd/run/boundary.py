@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from past_opsd.core import config, life
-from past_opsd.core.nouns import Adapter, Attempt, PastError, Problem, Response, Tokens, Verdict, View, derive_seed
+from past_opsd.core.nouns import Adapter, Attempt, PastError, Problem, Response, Verdict, View, derive_seed
 from past_opsd.policy import packing
-from past_opsd.policy.model import Model
+from past_opsd.policy.packing import Read
 from past_opsd.policy.pretrained import on_disk
 from past_opsd.rollout.lab import Work
 from past_opsd.run import checkpoint
@@ -214,49 +214,39 @@ def responses(at: Boundary, problems: Sequence[Problem], samples: int, role: str
 
 
 @torch.no_grad()
-def along(
-    at: Boundary,
-    paths: Sequence[tuple[Sequence[View], Tokens]],
-    measure: Callable[[list[Tensor]], Tensor],
-) -> np.ndarray:
-    """Means over each path's tokens of what `measure` says of its views' log-probabilities, [paths, K].
+def read(at: Boundary, units: Sequence[Sequence[Read]]) -> Iterator[tuple[int, dict[Read, Tensor]]]:
+    """Each unit's number with the hidden states that predict the tokens of its reads, [tokens, H] each.
 
-    A path is token ids with the views that read them, of the same adapters in the same order in every path.
-    `measure` gets one [rows, V] a view and gives [K, rows].
-    """
-    model, budget = at.session.model, at.session.recipe.learner.loss_memory_mib << 20
-    out: list[Any] = [None] * len(paths)
-    columns = [[(view, tokens) for view in views] for views, tokens in paths]
-    for batch, states in _read(at, list(zip(*columns, strict=True))):
-        lengths = [len(paths[i][1]) for i in batch]
-        values = _by_chunks(model, states, measure, budget)
-        for i, part in zip(batch, torch.split(values, lengths, dim=1), strict=True):
-            out[i] = part.double().mean(1).cpu().numpy()
-    return np.array(out)
-
-
-def _read(at: Boundary, columns: Sequence[Sequence[packing.Read]]) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """The hidden states of paths as each view reads them (a column), batch by batch; which paths, and a tensor a view.
-
-    Where that pays, the paths of a batch share a row: mostly they are the same examples and problems over and over.
+    Units are read in batches within `learner.token_budget`. Where that pays, a batch is one row an adapter, in which
+    every beginning stands once: mostly they are the same examples, problems and responses over and over.
     """
     model, budget = at.session.model, at.session.recipe.learner.token_budget
-    shared = model.shares_prompts and all(packing.Tree(column, model.worth).pays for column in columns)
-    widths = [max(len(packing.sequence(path)) for path in row) for row in zip(*columns, strict=True)]
+    everything = packing.by_adapter([read for unit in units for read in unit])
+    shared = model.shares_prompts and all(packing.Tree(reads, model.worth).pays for reads in everything.values())
+    widths = [max(len(packing.sequence(read)) for read in unit) for unit in units]
+    heights = list(map(len, units))
     done = 0
-    for batch in packing.alike(columns, budget) if shared else packing.batches(widths, budget):
-        sizes = [len(batch)] if shared else []
-        yield batch, [model.hidden([column[i] for i in batch], sizes) for column in columns]
+    for batch in packing.alike(units, budget) if shared else packing.batches(widths, budget, heights):
+        states: dict[Read, Tensor] = {}
+        for reads in packing.by_adapter([read for i in batch for read in units[i]]).values():
+            found = model.hidden(reads, [len(reads)] if shared else [])
+            states |= zip(reads, torch.split(found, [len(tokens) for _, tokens in reads]), strict=True)
+        yield from ((i, {read: states[read] for read in units[i]}) for i in batch)
         done += len(batch)
-        life.count(done, len(widths), "are read")
+        life.count(done, len(units), "are read")
 
 
-def _by_chunks(
-    model: Model, states: list[Tensor], measure: Callable[[list[Tensor]], Tensor], budget_bytes: int
-) -> Tensor:
-    rows = max(1, budget_bytes // (4 * len(model.head) * (len(states) + _COPIES)))
+@torch.no_grad()
+def along(at: Boundary, states: Sequence[Tensor], measure: Callable[[list[Tensor]], Tensor]) -> np.ndarray:
+    """Means over the tokens of a path of what `measure` says of its readers' log-probabilities, [K].
+
+    `states` are the path's hidden states, one a reader; `measure` gets one [rows, V] a reader and gives [K, rows].
+    """
+    model, budget = at.session.model, at.session.recipe.learner.loss_memory_mib << 20
+    rows = max(1, budget // (4 * len(model.head) * (len(states) + _COPIES)))
     chunks = zip(*(torch.split(s, rows) for s in states), strict=True)
-    return torch.cat([measure([model.log_probs(s) for s in chunk]) for chunk in chunks], dim=1)
+    values = torch.cat([measure([model.log_probs(s) for s in chunk]) for chunk in chunks], dim=1)
+    return values.double().mean(1).cpu().numpy()
 
 
 @torch.no_grad()
@@ -266,7 +256,7 @@ def next_token(at: Boundary, views: Sequence[View]) -> np.ndarray:
     distinct = list(dict.fromkeys(views))
     out = np.empty((len(distinct), len(model.head)))
     # The one token only marks the position that predicts it; it is not read.
-    for batch, (states,) in _read(at, [[(view, (0,)) for view in distinct]]):
-        out[batch] = torch.softmax(model.logits(states).double(), dim=-1).cpu().numpy()
+    for i, states in read(at, [[(view, (0,))] for view in distinct]):
+        out[i] = torch.softmax(model.logits(states[distinct[i], (0,)]).double(), dim=-1).cpu().numpy()[0]
     index = {view: row for row, view in enumerate(distinct)}
     return out[[index[view] for view in views]]

@@ -108,6 +108,9 @@ def test_every_number_of_a_response_is_what_the_network_says(finished: Path, sha
             for a, j in zip(attempts, donors, strict=True)
         ]
         measured = probes.measure(at, attempts, views)
+        completion = at.session.loop.prompts.completion
+        departures = [probes.departed(a.response.tokens, completion(a.problem.solution)) for a in attempts]
+        assert any(departures)
         for i, (a, view) in enumerate(zip(attempts, views, strict=True)):
             y = a.response.tokens
             student, matching = logits_of(at, a.view, y), logits_of(at, view["matching"], y)
@@ -116,7 +119,10 @@ def test_every_number_of_a_response_is_what_the_network_says(finished: Path, sha
                 got = {name: values[i] for name, values in measured.values[condition].items()}
                 assert got["jsd_student"] == pytest.approx(theory.js(teacher, student).mean(), abs=2e-6)
                 assert got["jsd_matching"] == pytest.approx(theory.js(teacher, matching).mean(), abs=2e-6)
-        continued = probes._continue(at, attempts, [v["removed"] for v in views])
+                left = departures[i]
+                seen = [float("nan")] * 2 if left is None else [teacher[left[0], id_] for id_ in (left[1], y[left[0]])]
+                assert [got["p_reference"], got["p_own"]] == pytest.approx(seen, abs=2e-6, nan_ok=True)
+        continued = probes._continue(at, attempts, views)["removed"]
         got = measured.values["removed"]
         for i, (a, c) in enumerate(zip(attempts, continued, strict=True)):
             teacher, student = (logits_of(at, v, c.response.tokens) for v in (c.view, a.view))
@@ -141,10 +147,19 @@ def test_both_adapters_are_those_of_the_checkpoint(finished: Path, tmp_path: Pat
 def test_conditions_share_seeds_and_samples_do_not(finished: Path):
     with boundary.opened(finished, 2) as at:
         attempts = boundary.responses(at, at.session.loop.problems[:8], 2, "test")
-        views = [View("teacher", at.session.loop.prompts.removed(a.problem)) for a in attempts]
-        first, second = (probes._continue(at, attempts, views) for _ in range(2))
+        removed = [View("teacher", at.session.loop.prompts.removed(a.problem)) for a in attempts]
+        views = [dict.fromkeys(probe_tables.CONDITIONS, view) for view in removed]
+        first, second = (probes._continue(at, attempts, views)[c] for c in ("matching", "shuffled"))
         assert [c.response for c in first] == [c.response for c in second]
         assert any(a.response != b.response for a, b in zip(first[::2], first[1::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reference", "found"),
+    [((1, 2, 3), (1, 5, 6), (1, 5)), ((1, 2), (1, 2, 3), None), ((1, 2, 3), (1, 2), None), ((4,), (5,), (0, 5))],
+)
+def test_a_departure_is_the_first_other_token(tokens, reference, found):
+    assert probes.departed(tokens, reference) == found
 
 
 def test_scores_are_means_within_a_problem_first():
@@ -322,7 +337,7 @@ def test_what_does_not_fit_is_dropped_and_counted(finished: Path):
 
 def test_a_subset_without_responses_has_no_estimate():
     values = dict.fromkeys(probe_tables.METRICS, np.array([0.25, 0.75]))
-    measured = probes.Measured(["a", "b"], np.array([True, True]), dict.fromkeys(probe_tables.CONDITIONS, values))
+    measured = probes.Measured(["a", "b"], np.array([True, True]), dict.fromkeys(probe_tables.CONDITIONS, values), {})
     found = probes._estimates(measured, values, None, 0)
     assert found["failed"] == dict.fromkeys(probe_tables.METRICS)
     assert found["correct"]["kl"] == found["all"]["kl"]

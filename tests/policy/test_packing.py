@@ -153,13 +153,14 @@ def test_a_shared_row_is_exact_or_not_used(tmp_path: Path, name: str, attention:
 def test_rows_of_what_begins_alike_respect_the_budget(data: st.DataObject):
     small = st.lists(st.integers(1, 3), min_size=1, max_size=6).map(tuple)
     count, budget = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 30))
-    tokens = [data.draw(small) for _ in range(count)]
-    columns = [[(View("base", data.draw(small)), y) for y in tokens] for _ in range(2)]
-    made = list(packing.alike(columns, budget))
+    reads = st.tuples(st.sampled_from(["student", "teacher"]), small, small)
+    drawn = st.lists(reads, min_size=1, max_size=4).map(lambda some: [(View(a, x), y) for a, x, y in some])
+    units = [data.draw(drawn) for _ in range(count)]
+    made = list(packing.alike(units, budget))
     assert sorted(i for batch in made for i in batch) == list(range(count))
     for batch in made:
-        rows = [packing.Tree([column[i] for i in batch]) for column in columns]
-        assert len(batch) == 1 or all(len(row) <= budget for row in rows)
+        rows = packing.by_adapter([read for i in batch for read in units[i]])
+        assert len(batch) == 1 or max(len(packing.Tree(row)) for row in rows.values()) <= budget
 
 
 @pytest.mark.parametrize(
