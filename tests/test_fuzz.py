@@ -592,8 +592,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     short = ["run.cycles=2", "evaluation.at=[0.0, 1.0]", "rollout.problems_per_cycle=3", "model.lora.rank=2"]
     train(small("embedded/past", *short, "task.eval_problems=2", "run.keep_checkpoints=1"), run, False, Quiet())
     with boundary.opened(run, 2) as at:
-        at.run.write_probe(2, probe(at, boundary.pick(at.session.loop.problems, 2, 0), 1, "train"))
-        at.run.write_shift(2, shift(at, 2, 2, 2))
+        RunFolder(run).write_probe(2, probe(at, boundary.pick(at.session.loop.problems, 2, 0), 1, "train"))
+        RunFolder(run).write_shift(2, shift(at, 4, 4, 2, 2))
     return run
 
 

@@ -33,6 +33,7 @@ from past_opsd.policy.packing import Read
 from past_opsd.rollout.lab import Work
 from past_opsd.run import boundary
 from past_opsd.run.boundary import Boundary
+from past_opsd.run.folder import RunFolder
 
 FORMAT = 1
 _JSD, _KL = GeneralizedJSD(0.5), Stay()
@@ -118,7 +119,7 @@ def _one(
     """Condition, metric -> value, of one response."""
     y = attempt.response.tokens
     readers = [attempt.view, *(views[c] for c in CONDITIONS)]
-    along = boundary.along(at, [states[view, y] for view in readers], _divergences)
+    along = boundary.along(at, [states[view, y] for view in readers], _divergences).mean(1)
     departure = departed(y, at.session.loop.prompts.completion(attempt.problem.solution))
     for k, (name, view) in enumerate(zip((STUDENT, *CONDITIONS), readers, strict=True)):
         found: dict[str, float] = {}
@@ -131,7 +132,7 @@ def _one(
             continue
         c = continued[name]
         paths = [states[reader, c.response.tokens] for reader in (view, attempt.view)]
-        kl = float(boundary.along(at, paths, _compatibility)[0])
+        kl = float(boundary.along(at, paths, _compatibility).mean())
         found |= {"success": float(c.verdict.correct), "kl": kl}
         found |= {"jsd_student": along[k - 1], "jsd_matching": along[len(CONDITIONS) + k - 1]}
         yield name, found | ({"kl_successful": kl} if c.verdict.correct else {})
@@ -322,7 +323,7 @@ def probe_run(
             at.notes += notes
             with around(step):
                 results[step] = probe(at, chosen, samples, split)
-            at.run.write_probe(step, results[step])
+            RunFolder(folder).write_probe(step, results[step])
     return results
 
 

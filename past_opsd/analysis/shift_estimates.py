@@ -1,4 +1,4 @@
-"""The arithmetic of `past shift`: from draws at prefixes to estimates with intervals, a table and a verdict.
+"""The arithmetic of `past shift`: from draws at tokens to estimates with intervals, a table and a verdict.
 
 With M draws the barycenter qbar_M is itself random, so the plug-in puts I(A;U|H) too low and KL(qbar || p) too high by
 the same E KL(qbar_M || qbar) = O(1/M). The jackknife over the M draws takes the 1/M part away; their sum, the mean
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,33 +48,54 @@ def couple(q: np.ndarray, p: np.ndarray, rng: np.random.Generator) -> Coupling:
 
 
 def _pick(weights: np.ndarray, rng: np.random.Generator) -> int:
-    cumulative = weights.cumsum()
-    place: float = rng.random() * cumulative[-1]
-    return min(int(np.searchsorted(cumulative, place, side="right")), len(weights) - 1)
+    return systematic(weights, 1, rng)[0]
+
+
+def systematic(chances: np.ndarray, count: int, rng: np.random.Generator) -> list[int]:
+    """`count` indices, each as often as its chance says on average, spread as evenly as can be."""
+    ends: Any = chances.cumsum()
+    places = (np.arange(count) + rng.random()) / count * ends[-1]
+    return np.minimum(ends.searchsorted(places, side="right"), len(chances) - 1).tolist()
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A response Y of the student, under the teacher that has read it."""
+
+    problem: str
+    length: int
+    correct: bool
+    distance: float
+    """TV(q, p), summed over its tokens."""
+    change: float
+    """KL(q || p), mean over its tokens."""
+    reverse: float
+    """KL(p || q), mean over its tokens."""
+    pairs: int
+    gain: float
+    """Of its pairs of rollouts; their mean over responses estimates dJ/d eps."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """What the distributions of one prefix say. `delta_correct` is (1 - eta) delta_+, the failed ones counting 0."""
+    """What the distributions of one prefix say. `preservation` is (1 - eta) sqrt(delta_+ / 2)."""
 
     total: float
     privileged: float
     shift: float
     shift_corrected: float
     failure: float
-    delta_correct: float
     preservation: float
 
 
 @dataclass(frozen=True)
-class Estimate(Split):
-    """One prefix. `failed_value` is eta gamma_-, `preservation` (1 - eta) sqrt(delta_+ / 2)."""
+class Prefixed(Split):
+    """A prefix, with the weight that it has beside others."""
 
     problem: str
     position: int
     length: int
-    value: float
-    failed_value: float
+    weight: float
 
 
 def split(q: np.ndarray, p: np.ndarray, correct: np.ndarray) -> Split:
@@ -88,26 +109,7 @@ def split(q: np.ndarray, p: np.ndarray, correct: np.ndarray) -> Split:
         shift=parts.shift,
         shift_corrected=jackknife_shift(q, p),
         failure=1 - share,
-        delta_correct=delta,
         preservation=math.sqrt(share * delta / 2),
-    )
-
-
-def estimate(
-    parts: Split, gains: Sequence[float], failed: Sequence[bool], problem: str, position: int, length: int
-) -> Estimate:
-    """With the pairs of rollouts: unbiased draws of g(q_m), and whether completion m had failed.
-
-    [eq:value-survives-projection]: their mean estimates g(qbar), so no rollout from qbar itself is needed.
-    """
-    gain, on_failure = np.array(gains), np.array(failed)
-    return Estimate(
-        **asdict(parts),
-        problem=problem,
-        position=position,
-        length=length,
-        value=float(gain.mean()),
-        failed_value=float(np.where(on_failure, gain, 0.0).mean()),
     )
 
 
@@ -133,37 +135,50 @@ STATISTICS: dict[str, Callable[[Columns], Any]] = {
     "shift_plugin": lambda c: c["shift"],
     "surviving_plugin": lambda c: c["shift"] / c["total"],
     "bias": lambda c: c["shift"] - c["shift_corrected"],
+    "margin": lambda c: c["failed_value"] - c["preservation"],
+    "change": lambda c: c["change"],
     "value": lambda c: c["value"],
     "local_improvement": lambda c: c["slope"],
-    "eta": lambda c: c["failure"],
-    "gamma_failed": lambda c: c["failed_value"] / c["failure"],
-    "delta_correct": lambda c: c["delta_correct"] / (1 - c["failure"]),
-    "margin": lambda c: c["failed_value"] - c["preservation"],
+    "eta": lambda c: c["failed"],
+    "gamma_failed": lambda c: c["failed_value"] / c["failed"],
+    "delta_correct": lambda c: c["correct_reverse"] / (1 - c["failed"]),
 }
 
 
-def summarise(estimates: Sequence[Estimate], seed: int) -> dict[str, dict[str, float] | None]:
-    """Means over prefixes and ratios of them, with percentile intervals from resampling problems.
+def summarise(moved: Sequence[Moved], seen: Sequence[Prefixed], seed: int) -> dict[str, dict[str, float] | None]:
+    """Means over responses, weighted means over prefixes and ratios of them, with intervals from resampling problems.
 
-    gamma_- and delta_+ weigh each prefix by its share of failed and correct completions, the weight they have in
-    [eq:outcome-transfer-margin].
+    gamma_- and delta_+ weigh failed and correct responses as [eq:outcome-transfer-margin] does.
     """
-    names = [name for name in asdict(estimates[0]) if name not in ("problem", "position", "length")]
-    rows = np.array([[*(asdict(e)[n] for n in names), e.length * e.value, 1.0] for e in estimates])
-    names += ["slope", "count"]
-    index = {id_: k for k, id_ in enumerate(dict.fromkeys(e.problem for e in estimates))}
-    clusters = np.zeros((len(index), len(names)))
-    np.add.at(clusters, [index[e.problem] for e in estimates], rows)
+    index = {id_: k for k, id_ in enumerate(dict.fromkeys(m.problem for m in moved))}
+    by_response = {
+        "change": [m.change for m in moved],
+        "slope": [m.gain for m in moved],
+        "value": [m.gain / m.length for m in moved],
+        "failed": [float(not m.correct) for m in moved],
+        "failed_value": [m.gain / m.length * (not m.correct) for m in moved],
+        "correct_reverse": [m.reverse * m.correct for m in moved],
+    }
+    names = ("total", "privileged", "shift", "shift_corrected", "preservation")
+    by_prefix = {name: [s.weight * getattr(s, name) for s in seen] for name in names}
     rng = np.random.default_rng(derive_seed(seed, "shift", "bootstrap"))
-    n = len(clusters)
+    n = len(index)
     times = rng.multinomial(n, np.full(n, 1.0 / n), size=RESAMPLES)
-    whole, resampled = (_means(names, sums) for sums in (clusters.sum(0), times @ clusters))
+    whole: dict[str, Any] = {}
+    resampled: dict[str, Any] = {}
+    parts = (
+        (by_response, [m.problem for m in moved], [1.0] * len(moved)),
+        (by_prefix, [s.problem for s in seen], [s.weight for s in seen]),
+    )
+    for columns, problems, weights in parts:
+        owners = [index[id_] for id_ in problems]
+        count = np.bincount(owners, weights, minlength=n) if owners else np.zeros(n)
+        for name, values in columns.items():
+            sums = np.bincount(owners, values, minlength=n) if owners else np.zeros(n)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                whole[name] = sums.sum() / count.sum()
+                resampled[name] = (times @ sums) / (times @ count)
     return {name: _interval(statistic, whole, resampled) for name, statistic in STATISTICS.items()}
-
-
-def _means(names: Sequence[str], sums: np.ndarray) -> Columns:
-    count = sums[..., names.index("count")]
-    return {name: sums[..., k] / count for k, name in enumerate(names)}
 
 
 def _interval(statistic: Callable[[Columns], Any], whole: Columns, resampled: Columns) -> dict[str, float] | None:
@@ -177,28 +192,34 @@ def _interval(statistic: Callable[[Columns], Any], whole: Columns, resampled: Co
 
 
 def verdict(summary: Mapping[str, Any]) -> str:
-    """What survives and whether it helps, in plain words."""
-    surviving, value, margin = summary["surviving"], summary["value"], summary["margin"]
-    if surviving is None:
-        return "the teacher equals the student at every prefix: there is no change to carry over"
-    share, low, high = (f"{100 * surviving[k]:.0f}" for k in ("estimate", "low", "high"))
-    gain, least, most = (_number(value[k], True, "+") for k in ("estimate", "low", "high"))
-    if value["low"] > 0:
+    """What the change is worth, what of it survives and what is guaranteed, in plain words."""
+    slope, surviving, margin = summary["local_improvement"], summary["surviving"], summary["margin"]
+    if summary["change"]["estimate"] == 0:
+        return "the teacher equals the student at every token: there is no change to carry over"
+    gain, least, most = (f"{slope[k]:+.2f}" for k in ("estimate", "low", "high"))
+    meaning = "not distinguishable from zero"
+    if slope["low"] > 0:
         meaning = "an improvement"
-    elif value["high"] < 0:
+    elif slope["high"] < 0:
         meaning = "a loss"
-    else:
-        meaning = "not distinguishable from zero"
+    text = (
+        f"A small step towards the teacher changes the student's success by {gain} times the step "
+        f"(95 %: {least} to {most}), {meaning}."
+    )
+    if surviving is None:
+        return text
+    share, low, high = (f"{100 * surviving[k]:.0f}" for k in ("estimate", "low", "high"))
     bound = "guarantees an improvement" if margin["low"] > 0 else "guarantees none"
     return (
         f"{share} % of the teacher's change can reach the student (95 %: {low} to {high}); the rest depends on what "
-        f"the prefix does not show. Following the mean teacher for one token changes the student's success by {gain} "
-        f"points (95 %: {least} to {most}), {meaning}. The outcome margin {bound}."
+        f"the prefix does not show. {text} The outcome margin {bound}."
     )
 
 
 def bias_note(summary: Mapping[str, Any], completions: int) -> str:
-    """The finite-M bias in words, with its size."""
+    """The finite-M bias in words, with its size; nothing where no prefix was completed."""
+    if summary["bias"] is None:
+        return ""
     bias, total = summary["bias"]["estimate"], summary["total"]["estimate"]
     share = f" ({100 * bias / total:.1f} % of the whole change)" if total > 0 else ""
     return (
@@ -210,12 +231,13 @@ def bias_note(summary: Mapping[str, Any], completions: int) -> str:
 
 # Row of the table: label, corrected or only estimate, plug-in, percent.
 _ROWS = (
-    ("change KL(q_U||p)", "total", None, False),
+    ("change KL(q_U||p)", "change", None, False),
+    ("at the prefixes", "total", None, False),
     ("privileged I(A;U|H)", "privileged", "privileged_plugin", False),
     ("shift KL(qbar||p)", "shift", "shift_plugin", False),
     ("surviving %", "surviving", "surviving_plugin", True),
-    ("value shift g, points", "value", None, True),
     ("dJ/d eps, points", "local_improvement", None, True),
+    ("value shift g, points", "value", None, True),
     ("failure eta %", "eta", None, True),
     ("gamma_-, points", "gamma_failed", None, True),
     ("delta_+", "delta_correct", None, False),
@@ -223,17 +245,18 @@ _ROWS = (
 )
 
 
-def show(console: Console, result: Mapping[str, Any], file: Path) -> None:
+def show(console: Console, result: Mapping[str, Any], file: Path | None) -> None:
     """One table within 80 columns and the verdict."""
     counts, summary = result["counts"], result["estimates"]
     console.print(
-        f"{result['recipe']}, step {result['step']}: {counts['prefixes']} prefixes of {counts['problems']} problems, "
-        f"{counts['completions']} completions,\n{counts['rollouts']} rollouts; "
+        f"{result['recipe']}, step {result['step']}: {counts['responses']} responses of {counts['problems']} problems, "
+        f"{counts['rollouts']} rollouts,\n{counts['completions']} completions of {counts['prefixes']} prefixes; "
         f"teacher weights: {result['settings']['teacher_adapter']}",
         highlight=False,
     )
-    if counts["dropped"]:
-        console.print(f"{counts['dropped']} prefixes were left out: they do not fit", style="bold red")
+    for count, what in ((counts["dropped"], "responses"), (counts["dropped_prefixes"], "prefixes")):
+        if count:
+            console.print(f"{count} {what} were left out: they do not fit", style="bold red")
     table = Table(title="Causal shift (95 % interval, nats)", title_justify="left", box=box.SIMPLE_HEAD)
     table.show_edge = table.pad_edge = False
     for name in ("", "corrected", "plug-in"):
@@ -241,11 +264,12 @@ def show(console: Console, result: Mapping[str, Any], file: Path) -> None:
     for label, name, plugin, percent in _ROWS:
         table.add_row(label, _cell(summary[name], percent), _cell(summary[plugin], percent) if plugin else "")
     console.print(table)
-    console.print(result["verdict"], highlight=False)
-    console.print(result["bias"], highlight=False)
+    for text in filter(None, (result["verdict"], result["bias"])):
+        console.print(text, highlight=False)
     for note in result["notes"]:
         console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
-    console.print(f"written: {file}", highlight=False, soft_wrap=True)
+    if file is not None:
+        console.print(f"written: {file}", highlight=False, soft_wrap=True)
 
 
 def _cell(value: Mapping[str, float] | None, percent: bool) -> str:

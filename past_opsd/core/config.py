@@ -505,6 +505,11 @@ def _shipped() -> dict[str, Written]:
     return found
 
 
+def is_recipe(name: str | Path) -> bool:
+    """Whether this names a recipe, rather than the folder of a run."""
+    return str(name) in shipped() or Path(name).suffix == ".toml"
+
+
 def locate(name: str | Path) -> Written:
     """Where a recipe is written: the path as given, or a shipped recipe by name."""
     for path in (Path(name), SHIPPED / f"{name}.toml"):

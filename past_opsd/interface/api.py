@@ -196,30 +196,43 @@ def shift(
     run: Folder,
     step: int | None = None,
     *,
+    responses: int = 128,
+    pairs: int = 256,
     prefixes: int = 24,
-    completions: int = 16,
-    rollouts: int = 16,
+    completions: int = 12,
+    overrides: Sequence[str] = (),
     trust: bool = False,
 ) -> dict[str, Any]:
-    """How much of the teacher's change can reach a student that sees only the prefix.
+    """What the teacher's change is worth to the student, and how much of it can reach one that sees only the prefix.
 
     Args:
-        run: the run, or its folder; the result is written there too.
+        run: the run, or its folder, where the result is written too; or a recipe, to look before its first cycle.
         step: which checkpoint; by default the newest whole one.
-        prefixes: prefixes of the student's responses.
+        responses: the student's responses that teacher and student read.
+        pairs: pairs of rollouts, at tokens where the two differ.
+        prefixes: prefixes that are completed to tell what survives; none with 0.
         completions: the student's completions of each.
-        rollouts: pairs of rollouts for each.
+        overrides: of a recipe, as `section.key=value`.
         trust: as for `probe`.
 
     Returns:
-        Estimates with their intervals, one row a prefix, and `verdict`, a sentence; docs/probes.md has every key.
+        Estimates with their intervals, rows of responses and prefixes, and `verdict`; docs/probes.md has every key.
 
     Raises:
         PastError: as for `probe`.
     """
     from past_opsd.analysis import shift as shifts
 
-    return shifts.shift_run(Path(run), step, prefixes=prefixes, completions=completions, rollouts=rollouts, trust=trust)
+    return shifts.shift_of(
+        run if isinstance(run, str) else Path(run),
+        step,
+        responses=responses,
+        pairs=pairs,
+        prefixes=prefixes,
+        completions=completions,
+        overrides=overrides,
+        trust=trust,
+    )
 
 
 def report(

@@ -157,11 +157,21 @@ def probe(parser: ArgumentParser) -> None:
 
 def shift(parser: ArgumentParser) -> None:
     """`past shift`."""
-    parser.add_argument("folder", type=place, metavar="RUN", help="run folder of 'past train'")
+    parser.add_argument(
+        "target",
+        type=place,
+        metavar="RUN",
+        help="run folder of 'past train', or a recipe, to look before its first cycle",
+    )
     parser.add_argument("--step", type=int, help="which checkpoint (default: the newest whole one)")
-    parser.add_argument("--prefixes", type=int, default=24, help="student prefixes (default %(default)s)")
-    parser.add_argument("--completions", type=int, default=16, help="completions a prefix (default %(default)s)")
-    parser.add_argument("--rollouts", type=int, default=16, help="pairs of rollouts a prefix (default %(default)s)")
+    for name, count, what in (
+        ("responses", 128, "student responses"),
+        ("pairs", 256, "pairs of rollouts, where teacher and student differ"),
+        ("prefixes", 24, "prefixes that are completed to tell what survives; 0: none"),
+        ("completions", 12, "completions a prefix"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=count, help=f"{what} (default %(default)s)")
+    _overrides(parser, "of a recipe: override, e.g. run.seed=43")
     trust(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
 

@@ -394,23 +394,27 @@ def shift(args: Namespace) -> int:
     from rich.console import Console
 
     from past_opsd.analysis import shift_estimates
+    from past_opsd.core import config
     from past_opsd.interface import api
     from past_opsd.run.folder import RunFolder
 
     console = Console()
     with nullcontext() if args.json else console.status("sampling"):
         result = api.shift(
-            args.folder,
+            args.target,
             args.step,
+            responses=args.responses,
+            pairs=args.pairs,
             prefixes=args.prefixes,
             completions=args.completions,
-            rollouts=args.rollouts,
+            overrides=args.overrides,
             trust=args.trust,
         )
     if args.json:
         print(json.dumps(result, indent=1))
     else:
-        shift_estimates.show(console, result, RunFolder(args.folder).shifts.path(result["step"]))
+        kept = None if config.is_recipe(args.target) else RunFolder(args.target).shifts.path(result["step"])
+        shift_estimates.show(console, result, kept)
     return 0
 
 

@@ -130,9 +130,9 @@ def look_into(run: Path) -> list[str]:
     step, _ = boundary.choose(run, None)
     with boundary.opened(run, step) as at:
         problems = boundary.pick(at.session.loop.problems, 64, at.seed, "probe", "problems")
-        probed, shifted = probe(at, problems, 4, "train"), shift(at, 24, 16, 16)
-    at.run.write_probe(step, probed)
-    at.run.write_shift(step, shifted)
+        probed, shifted = probe(at, problems, 4, "train"), shift(at, 128, 256, 24, 12)
+    RunFolder(run).write_probe(step, probed)
+    RunFolder(run).write_shift(step, shifted)
     return [f"teacher (seed {at.seed}): {probed['verdict']}", f"transfer (seed {at.seed}): {shifted['verdict']}"]
 
 

@@ -210,10 +210,10 @@ def alike(units: Sequence[Sequence[Read]], budget: int) -> Iterator[list[int]]:
     size: dict[Adapter, int] = {}
     for i in sorted(range(len(units)), key=lambda i: sorted(firsts[i].items())):
         begun = firsts[batch[-1]] if batch else {}
-        grown = size | {
-            name: size.get(name, 0) + more - (common_prefix([begun[name], firsts[i][name]]) if name in begun else 0)
-            for name, more in trees[i].items()
-        }
+        grown = dict(size)
+        for name, more in trees[i].items():
+            common = common_prefix([begun[name], firsts[i][name]]) if name in begun else 0
+            grown[name] = size.get(name, 0) + more - common
         if batch and max(grown.values()) > budget:
             yield batch
             batch, grown = [], trees[i]

@@ -36,10 +36,10 @@ _COPIES = 8
 
 @dataclass
 class Boundary:
-    """A run's parts at one boundary."""
+    """The parts of a run at one boundary, or of a recipe before its first cycle."""
 
     session: Session
-    run: RunFolder
+    run: RunFolder | None
     teacher: Adapter
     step: int = 0
     notes: list[str] = field(default_factory=list[str])
@@ -50,6 +50,7 @@ class Boundary:
 
     def move(self, step: int) -> None:
         """Load both adapters of another checkpoint and let the engine serve them."""
+        assert self.run is not None
         self.notes = enter(self.session, self.run.checkpoint(step))
         self.step = step
 
@@ -68,6 +69,13 @@ def opened(folder: Path, step: int, trust: bool = False) -> Generator[Boundary]:
         boundary = Boundary(assembled, run, teacher_adapter(assembled))
         boundary.move(step)
         yield boundary
+
+
+@contextmanager
+def untrained(recipe: config.Recipe) -> Generator[Boundary]:
+    """A recipe's parts before its first cycle."""
+    with session(recipe) as assembled:
+        yield Boundary(assembled, None, teacher_adapter(assembled))
 
 
 def code(recipe: config.Recipe) -> list[str]:
@@ -238,7 +246,7 @@ def read(at: Boundary, units: Sequence[Sequence[Read]]) -> Iterator[tuple[int, d
 
 @torch.no_grad()
 def along(at: Boundary, states: Sequence[Tensor], measure: Callable[[list[Tensor]], Tensor]) -> np.ndarray:
-    """Means over the tokens of a path of what `measure` says of its readers' log-probabilities, [K].
+    """What `measure` says of the log-probabilities of a path's readers at each of its tokens, [K, tokens].
 
     `states` are the path's hidden states, one a reader; `measure` gets one [rows, V] a reader and gives [K, rows].
     """
@@ -246,7 +254,7 @@ def along(at: Boundary, states: Sequence[Tensor], measure: Callable[[list[Tensor
     rows = max(1, budget // (4 * len(model.head) * (len(states) + _COPIES)))
     chunks = zip(*(torch.split(s, rows) for s in states), strict=True)
     values = torch.cat([measure([model.log_probs(s) for s in chunk]) for chunk in chunks], dim=1)
-    return values.double().mean(1).cpu().numpy()
+    return values.double().cpu().numpy()
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory, small_recipe) -> Path:
     folder = tmp_path_factory.mktemp("shift") / "run"
     train(small_recipe("embedded/past", *QUICK), folder, False, Quiet())
     return folder
-
-
-def summary(estimates: list[shift_estimates.Estimate]) -> dict[str, Any]:
-    return dict(shift_estimates.summarise(estimates, 0))
 
 
 def world(
@@ -87,7 +83,6 @@ def test_the_parts_add_up_and_the_correction_keeps_their_sum():
     assert found.privileged + found.shift == pytest.approx(found.total, abs=1e-12)
     assert found.failure == 0.5
     delta = theory.kl(p, q)[[0, 2, 3]].mean()
-    assert found.delta_correct == pytest.approx(0.5 * delta)
     assert found.preservation == pytest.approx(0.5 * math.sqrt(delta / 2))
     equal = shift_estimates.split(np.tile(q[0], (4, 1)), p, np.ones(4, dtype=bool))
     assert equal.shift_corrected == pytest.approx(equal.total, abs=1e-12)
@@ -128,14 +123,30 @@ class Finite:
         columns = (g, ~self.success, ~self.success * g, np.where(self.success, theory.kl(self.p, self.q), 0.0))
         return [exact.total, exact.shift, *(float(self.weights @ column) for column in columns)]
 
-    def sampled(self, rng: np.random.Generator, M: int, problem: str) -> shift_estimates.Estimate:
-        """As the command samples."""
+    def completed(self, rng: np.random.Generator, M: int, problem: str) -> shift_estimates.Prefixed:
+        """As the command samples prefixes."""
         us = rng.choice(len(self.q), size=M, p=self.weights)
-        couplings = [shift_estimates.couple(self.q[u], self.p, rng) for u in us]
-        wins = [[float(rng.random() < self.Q[a]) for a in c.actions] for c in couplings]
-        gains = [c.distance * (a - b) for c, (a, b) in zip(couplings, wins, strict=True)]
         parts = shift_estimates.split(self.q[us], self.p, self.success[us])
-        return shift_estimates.estimate(parts, gains, (~self.success[us]).tolist(), problem, 0, 10)
+        return shift_estimates.Prefixed(**asdict(parts), problem=problem, position=0, length=1, weight=1.0)
+
+
+def moved(worlds: list[Finite], rng: np.random.Generator, responses: int, pairs: int) -> list[shift_estimates.Moved]:
+    """As the command samples responses, which are one token long here: so many of every world."""
+    drawn = [(i, u) for i, f in enumerate(worlds) for u in rng.choice(len(f.q), size=responses, p=f.weights)]
+    distances = np.array([theory.tv(worlds[i].q[u], worlds[i].p) for i, u in drawn])
+    gains, counts = np.zeros(len(drawn)), np.zeros(len(drawn), dtype=int)
+    for n in shift_estimates.systematic(distances, pairs, rng):
+        f, u = worlds[drawn[n][0]], drawn[n][1]
+        first, second = (rng.random() < f.Q[a] for a in shift_estimates.couple(f.q[u], f.p, rng).actions)
+        gains[n] += distances.sum() / pairs * (float(first) - float(second))
+        counts[n] += 1
+    rows = []
+    for n, (i, u) in enumerate(drawn):
+        f = worlds[i]
+        changes = (float(theory.kl(f.q[u], f.p)), float(theory.kl(f.p, f.q[u])))
+        row = (f"p{i}", 1, bool(f.success[u]), float(distances[n]), *changes, int(counts[n]), float(gains[n]))
+        rows.append(shift_estimates.Moved(*row))
+    return rows
 
 
 def population(prefixes: list[Finite]) -> dict[str, float]:
@@ -144,10 +155,14 @@ def population(prefixes: list[Finite]) -> dict[str, float]:
     return truth | {"eta": eta, "gamma_failed": failed / eta, "delta_correct": delta / (1 - eta)}
 
 
+def cut(attempt: Attempt, t: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return attempt.response.tokens[:t], attempt.response.logprobs[:t]
+
+
 def test_responses_are_finished_in_one_batch_as_if_each_had_its_own(finished: Path, monkeypatch):
     with boundary.opened(finished, 1) as at:
         drawn = boundary.responses(at, at.session.loop.problems[:6], 1, "test")
-        found = shift.prefixes(drawn, 3)
+        found = [Prefix(a.problem, a.view.prompt, *cut(a, 2 * i), len(a.response.tokens)) for i, a in enumerate(drawn)]
         # So short that a response ends behind its own room and within the longest one.
         limit = min(len(a.response.tokens) for a in drawn) - 1
         starts = [Start(h, h.tokens, h.logprobs, 7 * i) for i, h in enumerate(found) if len(h.tokens) < limit]
@@ -170,12 +185,15 @@ def test_responses_are_finished_in_one_batch_as_if_each_had_its_own(finished: Pa
 
 def test_estimates_find_the_truth_of_a_finite_world():
     rng = np.random.default_rng(7)
-    prefixes = [Finite.make(rng) for _ in range(12)]
-    truth = population(prefixes)
-    found = summary([f.sampled(rng, 1500, f"p{i}") for i, f in enumerate(prefixes)])
-    tight = {"total": 0.02, "shift": 0.02, "surviving": 0.02, "privileged": 0.02, "value": 0.01, "eta": 0.02}
+    worlds = [Finite.make(rng) for _ in range(12)]
+    truth = population(worlds)
+    completed = [f.completed(rng, 1500, f"p{i}") for i, f in enumerate(worlds)]
+    found = shift_estimates.summarise(moved(worlds, rng, 400, 8_000), completed, 0)
+    tight = {"total": 0.02, "shift": 0.02, "surviving": 0.02, "privileged": 0.02, "value": 0.02, "eta": 0.02}
     for name, tolerance in (tight | {"gamma_failed": 0.03, "delta_correct": 0.04}).items():
         assert found[name]["estimate"] == pytest.approx(truth[name], abs=tolerance), name
+    assert found["local_improvement"] == found["value"]  # responses of one token
+    assert found["change"]["estimate"] == pytest.approx(truth["total"], abs=0.02)
 
 
 @pytest.mark.slow
@@ -185,35 +203,52 @@ def test_intervals_cover_the_population(monkeypatch: pytest.MonkeyPatch):
     truth = population([Finite.make(rng) for _ in range(3000)])
     covered = dict.fromkeys(("surviving", "value", "privileged"), 0)
     for _ in range(50):
-        estimates = [Finite.make(rng).sampled(rng, 8, f"p{i}") for i in range(24)]
-        found = summary(estimates)
+        worlds = [Finite.make(rng) for _ in range(24)]
+        completed = [f.completed(rng, 8, f"p{i}") for i, f in enumerate(worlds)]
+        found = shift_estimates.summarise(moved(worlds, rng, 2, 96), completed, 0)
         for name in covered:
             covered[name] += found[name]["low"] <= truth[name] <= found[name]["high"]
     assert all(41 <= count <= 50 for count in covered.values()), covered
 
 
-def test_prefixes_of_one_problem_are_resampled_together():
+def test_draws_come_as_often_as_their_chance_and_evenly():
+    rng = np.random.default_rng(1)
+    chances = rng.dirichlet(np.ones(9))
+    counts = np.array([np.bincount(shift_estimates.systematic(chances, 40, rng), minlength=9) for _ in range(3000)])
+    assert np.abs(counts - 40 * chances).max() < 1
+    # A count is one of two neighbours, so its standard deviation is at most a half.
+    assert counts.mean(0) == pytest.approx(40 * chances, abs=4 * 0.5 / math.sqrt(3000))
+
+
+def test_what_belongs_to_one_problem_is_resampled_together():
     rng = np.random.default_rng(2)
-    estimates = [Finite.make(rng).sampled(rng, 4, f"p{i}") for i in range(8)]
-    twice = [*estimates, *estimates]
-    one, two = summary(estimates), summary(twice)
+    worlds = [Finite.make(rng) for _ in range(8)]
+    rows, completed = moved(worlds, rng, 4, 64), [f.completed(rng, 4, f"p{i}") for i, f in enumerate(worlds)]
+    one = shift_estimates.summarise(rows, completed, 0)
+    two = shift_estimates.summarise([*rows, *rows], [*completed, *completed], 0)
     assert one["total"] == pytest.approx(two["total"])
     assert one["surviving"] == pytest.approx(two["surviving"])
+    assert one["local_improvement"] == pytest.approx(two["local_improvement"])
 
 
 def test_no_failure_leaves_the_failed_branch_open():
-    parts = shift_estimates.Split(0.2, 0.1, 0.1, 0.09, 0.0, 0.1, 0.2)
-    estimates = [shift_estimates.estimate(parts, [0.1], [False], f"p{i}", 0, 5) for i in range(3)]
-    found = summary(estimates)
+    rows = [shift_estimates.Moved(f"p{i}", 5, True, 0.4, 0.2, 0.1, 2, 0.5) for i in range(3)]
+    seen = [shift_estimates.Prefixed(0.2, 0.1, 0.1, 0.09, 0.0, 0.2, f"p{i}", 0, 5, 1.0) for i in range(3)]
+    found: dict[str, Any] = dict(shift_estimates.summarise(rows, seen, 0))
     assert found["gamma_failed"] is None
     assert found["margin"]["estimate"] == pytest.approx(-0.2)
     assert found["local_improvement"]["estimate"] == pytest.approx(0.5)
+    assert found["value"]["estimate"] == pytest.approx(0.1)
     verdict = shift_estimates.verdict(found)
     assert verdict.startswith("45 % of the teacher's change can reach the student")
-    assert "+10.00 points" in verdict
-    assert "an improvement." in verdict
+    assert "by +0.50 times the step (95 %: +0.50 to +0.50), an improvement." in verdict
     assert "guarantees none" in verdict
     assert "0.01 nats (5.0 % of the whole change)" in shift_estimates.bias_note(found, 16)
+    # Without prefixes there is no word of what survives.
+    found = dict(shift_estimates.summarise(rows, [], 0))
+    assert found["surviving"] is found["margin"] is None
+    assert shift_estimates.verdict(found).startswith("A small step")
+    assert shift_estimates.bias_note(found, 16) == ""
 
 
 @dataclass(frozen=True)
@@ -282,32 +317,60 @@ def exact(opened: Boundary) -> Exact:
     for a in boundary.responses(opened, opened.session.loop.problems[:48], 1, "fork"):
         signs = [t for t, y in enumerate(a.response.tokens) if opened.session.model.tokenizer.decode([y]) == "="]
         found += [Prefix(a.problem, a.view.prompt, a.response.tokens[: t + 1], (), 0) for t in signs[-1:]]
-    seen = [s for s in shift.look(opened, found, completions=8, rollouts=1) if 0.2 < s.split.failure < 0.8]
-    return enumerated(opened, max(seen, key=lambda s: s.split.privileged).prefix)
+    seen = zip(found, shift.look(opened, found, completions=8), strict=True)
+    unsure = [(h, s) for h, s in seen if 0.2 < s.failure < 0.8]
+    return enumerated(opened, max(unsure, key=lambda pair: pair[1].privileged)[0])
 
 
 @pytest.mark.slow
-def test_drawn_completions_give_the_exact_decomposition_and_value(opened: Boundary, exact: Exact):
+def test_drawn_completions_give_the_exact_decomposition(opened: Boundary, exact: Exact):
     M = 600
     truth = theory.decompose(exact.q, exact.p, exact.probabilities)
     assert truth.privileged > 0.01
     assert truth.shift > 0.001
-    seen = shift.look(opened, [exact.prefix], completions=M, rollouts=M)
-    (found,) = shift.roll_out(opened, seen)
+    (found,) = shift.look(opened, [exact.prefix], completions=M)
     spread = math.sqrt(exact.probabilities @ (theory.kl(exact.q, exact.p) - truth.total) ** 2 / M)
     assert found.total == pytest.approx(truth.total, abs=4 * spread)
     assert found.shift_corrected == pytest.approx(truth.shift, abs=4 * spread)
-    assert np.mean(seen[0].failed) == pytest.approx(found.failure)
     eta = exact.probabilities @ ~exact.correct
     assert found.failure == pytest.approx(eta, abs=4 * math.sqrt(0.25 / M))
-    g = theory.value_shift(exact.q, exact.p, exact.Q)
-    value = exact.probabilities @ g
-    distance = theory.tv(exact.q, exact.p)
-    deviation = math.sqrt(exact.probabilities @ distance**2 / M)
-    assert found.value == pytest.approx(value, abs=4 * deviation)
-    assert found.failed_value == pytest.approx(exact.probabilities @ (~exact.correct * g), abs=4 * deviation)
-    # Enough to tell a wrong sign or a missing factor.
-    assert abs(value) > 5 * deviation
+
+
+@pytest.mark.slow
+def test_drawn_tokens_give_the_exact_slope(opened: Boundary, exact: Exact):
+    """Over all responses that begin with the prefix, and all of their later tokens."""
+    h, loop, model = exact.prefix, opened.session.loop, opened.session.model
+    _, responses, mass = zip(*enumerate_completions(opened, h, [h.tokens]), strict=True)
+    right = [v.correct for v in loop.lab.verifier.verify([(h.problem, r) for r in responses])]
+    reached: dict[tuple[int, ...], np.ndarray] = {}  # what begins so: its probability, and that of being right
+    for r, w, correct in zip(responses, mass, right, strict=True):
+        for t in range(len(h.tokens), len(r.tokens) + 1):
+            reached[r.tokens[:t]] = (*reached.get(r.tokens[:t], np.zeros(2)), w, w * correct)
+    verdicts = {True: Verdict(True, "correct"), False: Verdict(False, "wrong")}
+    view = View("student", h.prompt)
+    attempts = [Attempt(h.problem, view, r, verdicts[c]) for r, c in zip(responses, right, strict=True)]
+    units = [[(loop.method.teacher_view(a), a.response.tokens), (view, a.response.tokens)] for a in attempts]
+    truth = unknown = 0.0
+    for i, states in boundary.read(opened, units):
+        y = responses[i].tokens
+        for t in range(len(h.tokens), len(y)):
+            q, p = (model.log_probs(states[read][t : t + 1])[0].double().exp().numpy() for read in units[i])
+            on = {a: reached[(*y[:t], a)] for a in range(len(p)) if (*y[:t], a) in reached}
+            truth += mass[i] * sum((q[a] - p[a]) * right_ / any_ for a, (any_, right_) in on.items())
+            unknown += mass[i] * (1 - q[list(on)].sum())
+    # Responses are drawn as the engine draws them, then tokens and actions; what is before the prefix does not count.
+    drawn = shift.finish(opened, [Start(h, h.tokens, (0.0,) * len(h.tokens), seed) for seed in range(500)])
+    found = shift.compare(opened, drawn)
+    for s in found:
+        s.distances[: len(h.tokens)] = 0
+    gains = np.array([m.gain for m in shift.value(opened, found, 1000)])
+    assert sum(mass) > 0.999
+    assert unknown < 0.01
+    # A response's sum of distances bounds what it can add; pairs are drawn anew for it.
+    distances = np.array([s.distances.sum() for s in found])
+    deviation = math.sqrt(distances.var() / len(found) + distances.mean() ** 2 / 1000)
+    assert gains.mean() == pytest.approx(truth, abs=4 * deviation + unknown)
+    assert abs(truth) > 4 * deviation  # enough to tell a wrong sign
 
 
 @pytest.mark.slow
@@ -358,34 +421,41 @@ def test_a_started_response_is_finished_within_the_rollouts_limit(opened: Bounda
     assert len({attempt.response.tokens for attempt in rest}) > 1 or len(y) <= 5
 
 
-def test_prefixes_spread_over_responses_and_never_pass_the_end():
-    problem = Problem("p", "x", "z", "a")
-    attempts = [
-        Attempt(
-            problem, View("student", (1,)), Response(tuple(range(n)), "", (0.0,) * n, True), Verdict(True, "correct")
-        )
-        for n in [20] * 10
-    ]
-    found = shift.prefixes(attempts, 3)
-    assert sorted(len(h.tokens) // 2 for h in found) == list(range(10))
-    assert all(h.tokens == tuple(range(len(h.tokens))) and h.length == 20 for h in found)
-    short = shift.prefixes(
-        [Attempt(problem, View("student", (1,)), Response((1,), "", (0.0,), True), Verdict(True, "correct"))] * 5,
-        3,
-    )
-    assert all(h.tokens == () for h in short)
+def test_weighted_prefixes_stand_for_every_token_of_every_response():
+    problem, rng = Problem("p", "x", "z", "a"), np.random.default_rng(3)
+    found = []
+    for n in (20, 5, 1):
+        y = Response(tuple(range(n)), "", (0.0,) * n, True)
+        attempt = Attempt(problem, View("student", (1,)), y, Verdict(True, "correct"))
+        found.append(shift.Along(attempt, View("teacher", (2,)), rng.random(n) ** 4, 0.0, 0.0))
+    seen: dict[tuple[int, int], float] = {}
+    for seed in range(400):
+        drawn = shift.prefixes(found, 50, seed)
+        assert all(h.tokens == tuple(range(len(h.tokens))) and len(h.tokens) < h.length for h in drawn)
+        assert all(0 < h.weight < 2 for h in drawn)
+        for h in drawn:
+            seen[h.length, len(h.tokens)] = seen.get((h.length, len(h.tokens)), 0) + h.weight / (50 * 400)
+    # Counts of a draw are off by less than one, their mean over 400 by a twentieth; each is worth less than 2 / 50.
+    for n in (20, 5, 1):
+        assert [seen[n, t] for t in range(n)] == pytest.approx([1 / (3 * n)] * n, abs=4 * 0.5 / 20 * 2 / 50)
+    for s in found:
+        s.distances[:] = 0
+    assert all(h.weight == 1 for h in shift.prefixes(found, 50, 0))
 
 
 def test_the_command_writes_what_it_prints(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = Path(shutil.copytree(finished, tmp_path / "run"))
-    words = (run, "--prefixes", "6", "--completions", "4", "--rollouts", "6", "--json")
+    words = (run, "--responses", "9", "--pairs", "7", "--prefixes", "6", "--completions", "4", "--json")
     assert commands.shift(parsed(*words)) == 0
     printed = json.loads(capsys.readouterr().out)
     file = run / "probes" / "shift-00001.json"
     assert json.loads(file.read_text()) == printed
     assert printed["counts"]["prefixes"] == len(printed["prefixes"]) == 6
     assert printed["counts"]["completions"] == 24
-    assert printed["counts"]["rollouts"] == 72
+    assert printed["counts"]["responses"] == len(printed["responses"]) == 9
+    assert printed["counts"]["rollouts"] == 14
+    slope = np.mean([row["gain"] for row in printed["responses"]])
+    assert printed["estimates"]["local_improvement"]["estimate"] == pytest.approx(slope)
     for prefix in printed["prefixes"]:
         assert prefix["privileged"] + prefix["shift"] == pytest.approx(prefix["total"], abs=1e-9)
         assert prefix["position"] < prefix["length"]
@@ -402,7 +472,7 @@ def test_a_teacher_without_the_trajectory_loses_nothing(
     folder = tmp_path / "run"
     train(small_recipe("embedded/opsd", *QUICK), folder, False, Quiet())
     monkeypatch.setenv("COLUMNS", "80")
-    commands.shift(parsed(folder, "--prefixes", "5", "--completions", "3", "--rollouts", "2"))
+    commands.shift(parsed(folder, "--responses", "6", "--pairs", "6", "--prefixes", "5", "--completions", "3"))
     shown = [line.rstrip() for line in capsys.readouterr().out.splitlines() if not line.startswith("written")]
     assert max(map(len, shown)) <= 80
     assert "…" not in "\n".join(shown)
@@ -423,4 +493,16 @@ def test_bad_input_is_one_clear_message(finished: Path, tmp_path: Path):
     with boundary.opened(finished, 1) as at:
         at.session.loop.max_context = 45
         with pytest.raises(PastError, match="max_context"):
-            shift.shift(at, 4, 2, 1)
+            shift.shift(at, 4, 4, 2, 2)
+    with pytest.raises(PastError, match="--set changes a recipe"):
+        commands.shift(parsed(finished, "--set", "run.seed=3"))
+
+
+@pytest.mark.slow
+def test_a_recipe_is_looked_at_before_its_first_cycle(capsys: pytest.CaptureFixture[str]):
+    words = ("embedded/past", "--set", "run.seed=29", "--responses", "40", "--pairs", "60", "--prefixes", "0", "--json")
+    assert commands.shift(parsed(*words)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["recipe"], found["step"], found["seed"]) == ("embedded/past", 0, 29)
+    assert found["estimates"]["local_improvement"]["low"] < found["estimates"]["local_improvement"]["high"]
+    assert found["prefixes"] == []
