@@ -33,7 +33,7 @@ from past_opsd.core.files import write_text
 from past_opsd.core.nouns import PastError
 from past_opsd.run import profiling
 from past_opsd.run.evaluate import Evaluation, evaluation_steps, macro_avg, stack
-from past_opsd.run.folder import METRICS, PREPARATION, TIMINGS, RunFolder
+from past_opsd.run.folder import METRICS, PREPARATION, TIMINGS, UNTRAINED, RunFolder
 
 Outcomes = dict[str, np.ndarray]
 
@@ -217,7 +217,9 @@ class _Running:
 
 def _start(recipe: str, folder: Path, settings: Sequence[str]) -> subprocess.Popen[str]:
     sets = [word for setting in settings for word in ("--set", setting)]
+    shared = folder.parent.parent / UNTRAINED
     command = [sys.executable, "-m", "past_opsd", "train", recipe, "--out", str(folder), "--resume", *sets]
+    command += ["--untrained", str(shared)]
     own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), life.SWITCH: "off", life.PARENT: str(os.getpid())}
     group = 0 if os.name == "posix" else None  # its own: a Ctrl-C on the terminal is this process's to pass on
     return subprocess.Popen(

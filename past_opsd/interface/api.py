@@ -46,6 +46,7 @@ def train(
     profile: bool = False,
     world: World | None = None,
     again: str | None = None,
+    untrained: Folder | None = None,
 ) -> Run:
     """Run a recipe's cycles in a folder: train, evaluate, write checkpoints.
 
@@ -62,6 +63,7 @@ def train(
         profile: write where the time goes to the run's folder.
         world: the processes of this run, where the caller has joined them already.
         again: how a person continues the run, for messages.
+        untrained: a folder for the scores before the first update: found there, they are taken, else left there.
 
     Returns:
         The run: `run.finished`, `run.warnings`, and its records as tables.
@@ -77,7 +79,8 @@ def train(
 
         told = again or f"past_opsd.resume({str(place)!r})"
         with _shown(chosen, place, display, track, processes) as shown:
-            train_in(chosen, place, resume, shown, profile=profile, world=processes, again=told)
+            shared = None if untrained is None else Path(untrained)
+            train_in(chosen, place, resume, shown, profile=profile, world=processes, again=told, untrained=shared)
         return Run(place)
 
 

@@ -54,6 +54,12 @@ def train(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--profile", action="store_true", help="write where the time goes to RUN/profile")
     parser.add_argument("--track", default="", metavar="NAMES", help="also log to tensorboard, wandb and/or trackio")
+    parser.add_argument(
+        "--untrained",
+        type=place,
+        metavar="FOLDER",
+        help="take the scores before the first update from here, or leave them here for other runs of the seed",
+    )
 
 
 def evaluate(parser: ArgumentParser) -> None:

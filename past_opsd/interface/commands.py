@@ -135,7 +135,14 @@ def _train(args: Namespace) -> int:
         world.connect(recipe.distributed.timeout_seconds)
         track = [name for name in args.track.split(",") if name]
         run = api.train(
-            recipe, args.out, resume=args.resume, track=track, profile=args.profile, world=world, again=_again(args)
+            recipe,
+            args.out,
+            resume=args.resume,
+            track=track,
+            profile=args.profile,
+            world=world,
+            again=_again(args),
+            untrained=args.untrained,
         )
         if world.first:
             from rich.console import Console

@@ -28,13 +28,14 @@ from past_opsd.interface.arguments import DEMOS
 from past_opsd.interface.ui import TrainDisplay, interval
 from past_opsd.run import boundary
 from past_opsd.run.evaluate import Evaluation, macro_avg, stack
-from past_opsd.run.folder import REPORT, TRAINED, RunFolder, is_ours
+from past_opsd.run.folder import REPORT, TRAINED, UNTRAINED, RunFolder, is_ours
 from past_opsd.run.train import train
 
 METHODS = {"Vanilla OPSD": "opsd", "PAST": "past"}
 MARK = ".past-demo"
 _RUN = re.compile(rf"({'|'.join(DEMOS)})-({'|'.join(METHODS.values())})-\d+")
 TABLE = "table.json"
+_SCORES = re.compile(rf"{UNTRAINED}/[0-9a-f]{{32}}\.json")
 
 
 def demo(
@@ -69,7 +70,7 @@ def _is_ours(path: str) -> bool:
     first, _, rest = path.partition("/")
     if _RUN.fullmatch(first):
         return is_ours(rest, TRAINED) or is_part(rest.rpartition("/")[2])
-    return path == TABLE or is_ours(path, {REPORT})
+    return path == TABLE or _SCORES.fullmatch(path) is not None or is_ours(path, {REPORT})
 
 
 def _demo(
@@ -85,7 +86,7 @@ def _demo(
             run = folder / f"{recipe_name.replace('/', '-')}-{seed}"
             again = _again(recipe_name, seed, overrides, run)
             with _told(run, again), TrainDisplay(console, f"{name} {seed}", recipe.run.cycles) as display:
-                outcome = train(recipe, run, False, display, again=again)
+                outcome = train(recipe, run, False, display, again=again, untrained=folder / UNTRAINED)
                 if not outcome.finished:
                     raise KeyboardInterrupt
             updates = recipe.run.cycles

@@ -36,6 +36,8 @@ STATE, MANIFEST, TEACHER = "state.json", "MANIFEST.json", "teacher"
 OPTIMIZERS = {"student": "optimizer-student.safetensors", "teacher": "optimizer-teacher.safetensors"}
 CHECKPOINT = frozenset({*ADAPTER, *(f"{TEACHER}/{name}" for name in ADAPTER), *OPTIMIZERS.values(), STATE})
 """What a whole checkpoint has besides its manifest."""
+UNTRAINED = "untrained"
+"""Not in a run but beside several: the folder of the scores before the first update, which runs of a seed share."""
 PREPARATION = -1
 """In the timings, the cycle of what a method does before the first one."""
 DEPTH = 3

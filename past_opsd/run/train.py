@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import random
 import socket
@@ -28,7 +30,7 @@ from past_opsd.policy.model import Model
 from past_opsd.rollout.lab import Lab
 from past_opsd.rollout.verifiers import Verifier
 from past_opsd.run import checkpoint, evaluate, ledger, phase1
-from past_opsd.run.evaluate import evaluation_steps
+from past_opsd.run.evaluate import Evaluation, evaluation_steps
 from past_opsd.run.folder import RunFolder
 from past_opsd.run.health import Watcher, counted, droughts, entropy_health, evaluation_alarms, fork_health, health
 from past_opsd.run.ledger import Ledger
@@ -101,6 +103,15 @@ class Session:
             "recipe": recipe,
             **({"code": {kind: own.digest(thing) for kind, thing in classes.items()}} if classes else {}),
         }
+
+    @property
+    def origin(self) -> str:
+        """A name for what the scores before the first update follow from: all but what training does afterwards."""
+        later = ("name", "description", "method", "learner", "rollout")
+        recipe = {key: section for key, section in self.identity["recipe"].items() if key not in later}
+        recipe["run"] = {key: recipe["run"][key] for key in ("seed", "evaluation_seed", "threads")}
+        text = json.dumps({**self.identity, "settled": None, "recipe": recipe}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def own_code(self) -> dict[str, Any]:
         """The classes and functions of one's own that run in this process, by section."""
@@ -207,6 +218,7 @@ def train(
     opened: Callable[[Session], None] = lambda assembled: None,
     patient: bool = True,
     again: str = "--resume",
+    untrained: Path | None = None,
 ) -> Outcome:
     """Run the recipe's cycles in `folder`, from the start or from the newest whole checkpoint.
 
@@ -214,6 +226,7 @@ def train(
     answers the first Ctrl-C by finishing its cycle. `again` is how a person continues it, for messages. In a `world`
     of several processes all of them call this; the first alone writes and talks. A resume goes on from boundary `step`
     where that is given: what came after it is set aside. `opened` is shown the parts before the first cycle.
+    In the folder `untrained` runs of a seed leave the scores before the first update for each other.
     """
     world, run = world or World(), RunFolder(folder)
     display = display if world.first else Silent()
@@ -243,7 +256,7 @@ def train(
             state = _restore(assembled, run, display, step)
         else:
             under_way = "finishing what comes before the first cycle, then a checkpoint"
-            _begin(assembled, run)
+            _begin(assembled, run, untrained)
         start = state["next_cycle"]
         opened(assembled)
         elsewhere = ("rollout", "draw") if getattr(assembled.loop.lab.engine, "own_weights", False) else ()
@@ -348,7 +361,7 @@ def outcome(recipe: Recipe, run: RunFolder, completed: int) -> Outcome:
     return Outcome(run.path, completed, recipe.run.cycles, evaluations, warnings)
 
 
-def _begin(session: Session, run: RunFolder) -> None:
+def _begin(session: Session, run: RunFolder, untrained: Path | None) -> None:
     """What comes before the first cycle, up to its checkpoint."""
     # No draw of ours comes from a global stream; a user's verifier or task may, so those streams start from the seed.
     random.seed(derive_seed(session.recipe.run.seed, "python"))
@@ -358,7 +371,9 @@ def _begin(session: Session, run: RunFolder) -> None:
         run.write_code({kind: own.source(thing) for kind, thing in session.own_code().items()})
     with phase1.kept(run, session.loop, session.world, session.identity):
         session.loop.prepare()
-    _evaluate(session, run, 0, None)
+    # Code of one's own may draw from the global streams, so its evaluations are made.
+    alike = untrained is not None and not session.model.versions["student"] and not session.own_code()
+    _evaluate(session, run, 0, None, untrained / f"{session.origin}.json" if untrained and alike else None)
     _checkpoint(session, run, 0)
 
 
@@ -418,10 +433,14 @@ def _boundary(session: Session, run: RunFolder, step: int, display: Display, clo
         checkpoint.prune(run, section.keep_checkpoints, _protected(session.recipe, run))
 
 
-def _evaluate(session: Session, run: RunFolder, step: int, display: Display | None) -> None:
+def _evaluate(session: Session, run: RunFolder, step: int, display: Display | None, shared: Path | None = None) -> None:
+    """Where the recipe says so; another run may have left the same scores in the file that is `shared`."""
     if step not in _evaluated(session.recipe):
         return
-    evaluation = session.evaluate(step)
+    found = session.world.share(lambda: Evaluation.load(shared) if shared and shared.is_file() else None)
+    evaluation = found or session.evaluate(step)
+    if shared and not found and session.world.first:
+        evaluation.save(shared)
     session.ledger.evaluated = sorted({*session.ledger.evaluated, step})
     if session.world.first:
         session.ledger.write(run, evaluation)

@@ -33,10 +33,17 @@ def test_what_a_demo_wrote_is_deleted_and_nothing_else(folder: Path, small_recip
     recipe = small_recipe("embedded/past", "run.cycles=1", "evaluation.at=[0.0]", "task.eval_problems=1")
     train(recipe, folder / "embedded-past-17", False, Quiet())
     write_text(folder / "table.json", "{}")
+    write_text(folder / "untrained" / f"{7:032x}.json", "{}")
     write_text(folder / "report" / "index.html", "")
     write_text(folder / "report" / "figures" / "cost.svg", "")
     write_text(folder / "embedded-past-17" / "probes" / "step-00001.json", "{}")
-    mine = {"thesis.tex", "embedded-past-17/notes.txt", "embedded-past-17/checkpoints/mine", "src/table.json"}
+    mine = {
+        "thesis.tex",
+        "untrained/mine.json",
+        "embedded-past-17/notes.txt",
+        "embedded-past-17/checkpoints/mine",
+        "src/table.json",
+    }
     for name in mine:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("mine")

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import Quiet
 
 from past_opsd.core.nouns import PastError
 from past_opsd.run.evaluate import Evaluation, evaluate
-from past_opsd.run.train import Session, session
+from past_opsd.run.folder import RunFolder
+from past_opsd.run.train import Session, session, train
 
 
 def test_outcomes_and_summary(past: Session, tmp_path: Path):
@@ -71,3 +73,46 @@ def test_a_file_that_is_no_evaluation_is_told(tmp_path: Path):
     (tmp_path / "e.json").write_text('{"step": 1}')
     with pytest.raises(PastError, match="not an evaluation"):
         Evaluation.load(tmp_path / "e.json")
+
+
+def test_runs_of_a_seed_share_the_scores_before_the_first_update(
+    tmp_path: Path, small_recipe, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[str] = []
+    own = Session.evaluate
+
+    def counted(self: Session, step: int) -> Evaluation:
+        made.append(f"{self.recipe.name} {step}")
+        return own(self, step)
+
+    monkeypatch.setattr(Session, "evaluate", counted)
+    kept, short = tmp_path / "kept", ("run.cycles=1", "evaluation.at=[0.0, 1.0]")
+
+    def run(place: str, name: str, *overrides: str, shared: bool = True) -> bytes:
+        folder = tmp_path / place
+        train(small_recipe(name, *short, *overrides), folder, False, Quiet(), untrained=kept if shared else None)
+        assert len(RunFolder(folder).steps()) == 2
+        return RunFolder(folder).evaluations.path(0).read_bytes()
+
+    alone = run("alone", "embedded/past", shared=False)
+    assert run("opsd", "embedded/opsd") == run("past", "embedded/past") == alone
+    assert made == ["embedded/past 0", "embedded/past 1", "embedded/opsd 0", "embedded/opsd 1", "embedded/past 1"]
+    last = [RunFolder(tmp_path / place).checkpoint(1) / "adapter_model.safetensors" for place in ("alone", "past")]
+    assert last[0].read_bytes() == last[1].read_bytes()
+
+    # Another seed, other sampling, or a student that has been trained before: scores of its own.
+    for n, (name, *others) in enumerate(
+        (
+            ("embedded/past", "run.seed=29"),
+            ("embedded/past", "evaluation.sampling.temperature=0.5"),
+            ("embedded/sd_zero", "method.phase1_problems=24", "method.phase1_batch=8"),
+        )
+    ):
+        made.clear()
+        run(f"other{n}", name, *others)
+        assert made == [f"{name} 0", f"{name} 1"]
+
+    for file in kept.iterdir():
+        file.write_text("{}")
+    with pytest.raises(PastError, match=f"{kept}.*not an evaluation"):
+        run("damaged", "embedded/past")
