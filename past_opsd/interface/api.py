@@ -164,7 +164,7 @@ def probe(
     step: int | None = None,
     *,
     problems: int = 64,
-    samples: int = 4,
+    samples: int = 2,
     split: Literal["train", "evaluation"] = "train",
     trust: bool = False,
 ) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def probe(parser: ArgumentParser) -> None:
     which.add_argument("--step", type=int, help="which checkpoint (default: the newest whole one)")
     which.add_argument("--every-checkpoint", action="store_true", help="all kept checkpoints, one line each")
     parser.add_argument("--problems", type=int, default=64, help="problems (default %(default)s)")
-    parser.add_argument("--samples", type=int, default=4, help="student responses a problem (default %(default)s)")
+    parser.add_argument("--samples", type=int, default=2, help="student responses a problem (default %(default)s)")
     parser.add_argument("--split", choices=("train", "evaluation"), default="train", help="whose problems")
     trust(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")

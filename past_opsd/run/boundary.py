@@ -6,6 +6,7 @@ is measured along token ids goes from hidden states through the head chunk by ch
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from past_opsd.tasks._rows import on_disk as data_on_disk
 
 # Without these the adapters mean something else; a changed verifier or recipe is only worth a note.
 _ESSENTIAL = ("base", "expert", "tokenizer", "chat_template")
+# Parameters from which several threads make a forward shorter.
+LARGE = 10_000_000
 # Chunk-sized tensors alive at once while a divergence is taken, beside one per view.
 _COPIES = 8
 
@@ -66,6 +69,7 @@ def opened(folder: Path, step: int, trust: bool = False) -> Generator[Boundary]:
     run = RunFolder(folder)
     require_trust(run, entrusted(run.recipe()), trust)
     with session(config.load(run.recipe_file)) as assembled:
+        _all_cores(assembled)
         boundary = Boundary(assembled, run, teacher_adapter(assembled))
         boundary.move(step)
         yield boundary
@@ -75,7 +79,14 @@ def opened(folder: Path, step: int, trust: bool = False) -> Generator[Boundary]:
 def untrained(recipe: config.Recipe) -> Generator[Boundary]:
     """A recipe's parts before its first cycle."""
     with session(recipe) as assembled:
+        _all_cores(assembled)
         yield Boundary(assembled, None, teacher_adapter(assembled))
+
+
+def _all_cores(session: Session) -> None:
+    """A look is alone on its machine, where a run may be one of several: a large model gets every core."""
+    if session.model.sizes["base"] >= LARGE:
+        torch.set_num_threads(os.cpu_count() or 1)
 
 
 def code(recipe: config.Recipe) -> list[str]:

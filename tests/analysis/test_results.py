@@ -85,6 +85,34 @@ def test_evidence_can_be_added_to(compared: Path, copy: Path, tmp_path: Path):
     assert {file.name: file.read_bytes() for file in (copy / "worlds" / "default").iterdir()} == kept
 
 
+def test_what_was_measured_of_a_run_is_evidence_too(compared: Path, copy: Path, tmp_path: Path):
+    """Estimates of probes and shifts, averaged over the seeds that have them; the rows behind a shift are not kept."""
+    one = {"all": dict.fromkeys(("success", "jsd_student", "kl"))}
+    for seed, success in zip(SEEDS, (0.25, 0.75), strict=True):
+        folder = tmp_path / f"past-{seed}"
+        shutil.copytree(suite.run_folder(compared, "embedded/past", seed), folder)
+        right = {"all": {"success": {"estimate": success, "low": 0.0, "high": 1.0}, "jsd_student": None, "kl": None}}
+        conditions = {"matching": right, "removed": one, "shuffled": one}
+        RunFolder(folder).write_probe(2, {"step": 2, "conditions": conditions})
+    found = dict.fromkeys(("privileged", "shift", "value"))
+    part = {"estimate": 0.5, "low": 0.25, "high": 0.75}
+    RunFolder(folder).write_shift(1, {"step": 1, "estimates": found | {"surviving": part}, "responses": [1, 2]})
+    assert past("collect", *tmp_path.glob("past-*"), "--folder", copy, "--add") == 0
+    records = evidence.load(copy / "worlds" / "default")
+    assert set(records) == {(recipe, seed) for recipe in TWO.rows.values() for seed in SEEDS}
+    assert records["embedded/past", SEEDS[1]].measured["shift"] == {
+        1: {"step": 1, "estimates": found | {"surviving": part}}
+    }
+    source = page.Source(copy, "embedded")
+    assert source.measured("main", "PAST", "probe.conditions.matching.all.success") == "0.50"
+    assert source.measured("main", "PAST", "probe.conditions.matching.all.kl") == "-"
+    assert source.measured("main", "PAST", "shift.estimates.surviving", 0, 100, 1) == "50"
+    assert source.measured("main", "PAST", "shift.estimates.surviving") == "-"
+    assert source.measured("main", "Vanilla OPSD", "probe.conditions.matching.all.success") == "-"
+    titles = [panel.title for panel in source.figure("main", ["PAST"], "reading").panels]
+    assert titles[0] == "Teacher success"
+
+
 def test_what_was_rebuilt_is_found_to_follow(collected: Path, capsys: pytest.CaptureFixture[str]):
     assert check(collected) == 0
     assert re.search(r"^(\d+) of \1 files are what the evidence gives", capsys.readouterr().out, re.MULTILINE)

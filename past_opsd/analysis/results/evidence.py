@@ -1,15 +1,16 @@
-"""What tables, intervals and curves follow from, without the runs themselves: three Parquet files.
+"""What tables, intervals and curves follow from, without the runs themselves: Parquet files.
 
 runs.parquet        a row a run: recipe, seed, settings, sizes
 outcomes.parquet    a row a run, boundary and held-out set: the outcome of every draw, eight to a byte
 cycles.parquet      a row a run and cycle: the metrics that tables read, and the seconds by phase
+measured.parquet    a row a probe or shift of a run, where there are any: its estimates
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,18 @@ _OUTCOMES = pa.schema(
         ("styles", pa.string()),
     ]
 )
+_MEASURED = pa.schema(
+    [
+        ("recipe", pa.string()),
+        ("seed", pa.int64()),
+        ("kind", pa.string()),
+        ("step", pa.int32()),
+        ("result", pa.string()),
+    ]
+)
+MEASURED = "measured"
+ROWS = ("responses", "prefixes")
+"""Of a shift, what its estimates are made from; not kept."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,8 @@ class Record:
     evaluations: dict[int, Evaluation]
     metrics: list[dict[str, Any]]
     timings: list[dict[str, Any]]
+    measured: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict[str, dict[int, dict[str, Any]]])
+    """What a "probe" and a "shift" found, by boundary."""
 
     @property
     def complete(self) -> bool:
@@ -94,6 +109,7 @@ def read(folder: Path) -> Record:
         run.read_evaluations(),
         run.read_metrics(),
         run.read_timings(),
+        {"probe": run.read_probes(), "shift": run.read_shifts()},
     )
 
 
@@ -131,7 +147,7 @@ def gather(paths: Iterable[Path], tell: Callable[[str], None]) -> list[Record]:
 
 
 def write(folder: Path, records: Sequence[Record]) -> None:
-    """The three files of a folder, each in one piece."""
+    """The files of a folder, each in one piece."""
     runs = [
         {
             "recipe": r.recipe,
@@ -147,7 +163,10 @@ def write(folder: Path, records: Sequence[Record]) -> None:
     names = sorted({name for row in cycles for name in row} - {"recipe", "seed", "cycle"})
     columns = [("recipe", pa.string()), ("seed", pa.int64()), ("cycle", pa.int32())]
     schema = pa.schema([*columns, *((name, pa.float64()) for name in names)])
-    for name, rows, shape in (("runs", runs, _RUNS), ("outcomes", outcomes, _OUTCOMES), ("cycles", cycles, schema)):
+    measured = [row for r in records for row in _measured(r)]
+    kinds = [("runs", runs, _RUNS), ("outcomes", outcomes, _OUTCOMES), ("cycles", cycles, schema)]
+    kinds += [(MEASURED, measured, _MEASURED)] if measured else []
+    for name, rows, shape in kinds:
         with whole(folder / f"{name}.parquet") as part:
             pq.write_table(pa.Table.from_pylist(rows, schema=shape), part, compression="zstd", compression_level=19)
 
@@ -193,6 +212,20 @@ def _cycles(record: Record) -> list[dict[str, Any]]:
     return [about | {"cycle": cycle} | row for cycle, row in sorted(rows.items())]
 
 
+def _measured(record: Record) -> list[dict[str, Any]]:
+    return [
+        {
+            "recipe": record.recipe,
+            "seed": record.seed,
+            "kind": kind,
+            "step": step,
+            "result": json.dumps({name: part for name, part in result.items() if name not in ROWS}),
+        }
+        for kind, results in sorted(record.measured.items())
+        for step, result in sorted(results.items())
+    ]
+
+
 def _is_kept(name: str) -> bool:
     return name in ALSO or (name.startswith(KEPT) and "/reason/" not in name)
 
@@ -212,8 +245,14 @@ def load(folder: Path) -> dict[tuple[str, int], Record]:
         lines: dict[tuple[str, int], list[dict[str, Any]]] = {}
         for row in cycles:
             lines.setdefault((row["recipe"], row["seed"]), []).append(row)
+        measured: dict[tuple[str, int], dict[str, dict[int, dict[str, Any]]]] = {}
+        for row in _read(folder / f"{MEASURED}.parquet") if (folder / f"{MEASURED}.parquet").exists() else []:
+            of_run = measured.setdefault((row["recipe"], row["seed"]), {})
+            of_run.setdefault(row["kind"], {})[row["step"]] = json.loads(row["result"])
         return {
-            key: _record(row, evaluations[key], lines[key]) for row in runs if (key := (row["recipe"], row["seed"]))
+            key: _record(row, evaluations[key], lines[key], measured.get(key, {}))
+            for row in runs
+            if (key := (row["recipe"], row["seed"]))
         }
     except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
         raise PastError(f"{folder}: not evidence that 'past results collect' wrote ({error})") from None
@@ -238,7 +277,12 @@ def _result(row: Mapping[str, Any]) -> TaskResult:
     )
 
 
-def _record(run: Mapping[str, Any], evaluations: dict[int, Evaluation], rows: Sequence[Mapping[str, Any]]) -> Record:
+def _record(
+    run: Mapping[str, Any],
+    evaluations: dict[int, Evaluation],
+    rows: Sequence[Mapping[str, Any]],
+    measured: dict[str, dict[int, dict[str, Any]]],
+) -> Record:
     metrics, timings = list[dict[str, Any]](), list[dict[str, Any]]()
     for row in rows:
         values = {k: v for k, v in row.items() if v is not None and k not in ("recipe", "seed", "cycle")}
@@ -249,4 +293,5 @@ def _record(run: Mapping[str, Any], evaluations: dict[int, Evaluation], rows: Se
                 lines.append({"cycle": row["cycle"]} | part)
     sizes = {name: run[name] for name in ("base", "adapter") if run[name] is not None}
     place = f"{run['recipe']}, seed {run['seed']}"
-    return Record(place, run["recipe"], run["seed"], json.loads(run["settings"]), sizes, evaluations, metrics, timings)
+    settings = json.loads(run["settings"])
+    return Record(place, run["recipe"], run["seed"], settings, sizes, evaluations, metrics, timings, measured)

@@ -24,11 +24,11 @@ from past_opsd.core.nouns import PastError
 TEMPLATE = "page.md.jinja"
 NOT_RUN = "not run"
 SCORES = "scores"
-FIGURES = {SCORES: learning.dynamics, "certainty": teaching.certainty}
+FIGURES = {SCORES: learning.dynamics, "certainty": teaching.certainty, "reading": teaching.mechanism}
 """By the name that a template calls."""
 FUNCTIONS = (
     *("has", "title", "table", "claims", "differences", "order", "begun", "missing", "seeds", "cycles", "sets"),
-    *("samples", "setting", "score", "span", "gap", "cost", "diagnostic", "mean", "percent", "style"),
+    *("samples", "setting", "score", "span", "gap", "cost", "diagnostic", "mean", "measured", "percent", "style"),
 )
 """Of `Source`, what a template may call."""
 
@@ -47,6 +47,10 @@ class World:
     def knows(self, chosen: Suite) -> bool:
         """Whether a row of a suite has been run with every seed."""
         return any(all((recipe, seed) in self.records for seed in self.seeds) for recipe in chosen.rows.values())
+
+    def of(self, recipe: str) -> list[Record]:
+        """Its runs, whatever their seeds."""
+        return [record for (name, _), record in sorted(self.records.items()) if name == recipe]
 
     def read(self, recipe: str, seed: int) -> Record:
         """One run."""
@@ -199,6 +203,31 @@ class Source:
         found = [line[key] for line in lines if key in line and first <= line["cycle"] + 1 <= last]
         return f"{np.mean(found):.2f}" if found else "-"
 
+    def measured(
+        self,
+        name: str,
+        label: str,
+        path: str,
+        digits: int = 2,
+        factor: float = 1,
+        step: int = -1,
+        world: str = "default",
+    ) -> str:
+        """An estimate of a probe or a shift of a row's runs, averaged over the seeds that have it, at the last boundary
+        or another; `path` leads to it, as in `probe.conditions.matching.failed.success`."""
+        at = self._at(name, world)
+        row = at.row(label)
+        kind, _, rest = path.partition(".")
+        found: list[float] = []
+        for record in at.world.of(row.recipe):
+            last = max(record.evaluations) if step < 0 else step
+            value: Any = record.measured.get(kind, {}).get(last)
+            for key in rest.split("."):
+                value = None if value is None else value.get(key)
+            if value is not None:
+                found.append(value["estimate"])
+        return f"{factor * float(np.mean(found)):.{digits}f}" if found else "-"
+
     def percent(self, name: str, label: str, key: str, world: str = "default") -> str:
         """A share that the run's last cycle logs, in percent."""
         at = self._at(name, world)
@@ -289,9 +318,10 @@ class Source:
 def _run(record: Record) -> data.Run:
     """As a report knows it."""
     recipe = config.load(record.recipe, [f"run.seed={record.seed}"])
+    probes, shifts = (record.measured.get(kind, {}) for kind in ("probe", "shift"))
     completed = max(record.evaluations)
     return data.Run(
-        Path(record.recipe), recipe, record.metrics, record.timings, record.evaluations, {}, {}, [], completed
+        Path(record.recipe), recipe, record.metrics, record.timings, record.evaluations, probes, shifts, [], completed
     )
 
 
