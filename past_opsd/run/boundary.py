@@ -6,7 +6,6 @@ is measured along token ids goes from hidden states through the head chunk by ch
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,8 +67,7 @@ def opened(folder: Path, step: int, trust: bool = False) -> Generator[Boundary]:
     """The run at the checkpoint of this step. Code that its recipe names is run only with `trust`."""
     run = RunFolder(folder)
     require_trust(run, entrusted(run.recipe()), trust)
-    with session(config.load(run.recipe_file)) as assembled:
-        _all_cores(assembled)
+    with _looked_into(config.load(run.recipe_file)) as assembled:
         boundary = Boundary(assembled, run, teacher_adapter(assembled))
         boundary.move(step)
         yield boundary
@@ -78,15 +76,18 @@ def opened(folder: Path, step: int, trust: bool = False) -> Generator[Boundary]:
 @contextmanager
 def untrained(recipe: config.Recipe) -> Generator[Boundary]:
     """A recipe's parts before its first cycle."""
-    with session(recipe) as assembled:
-        _all_cores(assembled)
+    with _looked_into(recipe) as assembled:
         yield Boundary(assembled, None, teacher_adapter(assembled))
 
 
-def _all_cores(session: Session) -> None:
-    """A look is alone on its machine, where a run may be one of several: a large model gets every core."""
-    if session.model.sizes["base"] >= LARGE:
-        torch.set_num_threads(os.cpu_count() or 1)
+@contextmanager
+def _looked_into(recipe: config.Recipe) -> Generator[Session]:
+    """A recipe's parts; a large model takes the cores that there are, since a look is no run beside others."""
+    threads = torch.get_num_threads()
+    with session(recipe) as assembled:
+        if assembled.model.sizes["base"] >= LARGE:
+            torch.set_num_threads(threads)
+        yield assembled
 
 
 def code(recipe: config.Recipe) -> list[str]:

@@ -45,6 +45,8 @@ def collected(compared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("results") / "embedded"
     assert past("collect", compared, "--folder", folder) == 0
     (folder / page.TEMPLATE).write_text(TEMPLATE)
+    (folder / "why.md.jinja").write_text('{% set row = "PAST" %}\n{% include "embedded/_part.md.jinja" %}\n')
+    (folder / "_part.md.jinja").write_text('{{ at("main", row, 0) }} ![]({{ figure("main", [row]) }})\n')
     assert past("rebuild", "--folder", folder, "--page", folder / "docs" / "page.md") == 0
     return folder
 
@@ -134,6 +136,39 @@ def test_the_page_says_what_is_missing_and_the_figure_has_no_date(collected: Pat
     drawn = (collected / "docs" / "page-main.svg").read_text()
     assert "<dc:date>" not in drawn
     assert "Vanilla OPSD" in drawn
+
+
+def test_a_direction_needs_both_families(copy: Path):
+    """Beside this evidence lies that of a family; here it is the same one."""
+    world = copy / "worlds" / "default"
+    records = evidence.load(world)
+    for seed in SEEDS:
+        for result in records["embedded/past", seed].evaluations[2].tasks.values():
+            result.outcomes[:] = np.ones_like(result.outcomes).tolist()
+        for result in records["embedded/opsd", seed].evaluations[2].tasks.values():
+            result.outcomes[:] = np.zeros_like(result.outcomes).tolist()
+    evidence.write(world, [records[key] for key in sorted(records)])
+    pairs = [("PAST", "Vanilla OPSD"), ("Vanilla OPSD", "PAST"), ("PAST", "SFT")]
+    rows = page.Source(copy, "embedded").both("main", pairs, "embedded").splitlines()[2:]
+    assert rows[0].count("+100.0 [") == 2
+    assert [row.split("|")[-2].strip() for row in rows] == ["above 0", "below 0", "not run"]
+
+    up, down, across = (
+        stats.Interval(middle, middle - 1, middle + 1, 10, 0.95, "problem+seed") for middle in (2.0, -2.0, 0.5)
+    )
+    assert page.direction([up, down]) == "opposite"
+    assert page.direction([up, across]) == page.direction([across, across]) == "open"
+
+
+def test_another_template_is_a_page_beside_the_first(collected: Path):
+    rows = suite.results(TWO, suite.gather(TWO, SEEDS, page.World(collected / "worlds" / "default").read), SEEDS)[
+        "rows"
+    ]
+    assert (
+        collected / "docs" / "page-why.md"
+    ).read_text() == f"{100 * rows[2]['curve'][0]:.1f} ![](page-why-main.svg)\n"
+    assert (collected / "docs" / "page-why-main.svg").is_file()
+    assert not list((collected / "docs").glob("*part*"))
 
 
 def test_differences_have_both_intervals(copy: Path):
@@ -265,6 +300,7 @@ def test_the_committed_pages_follow_from_the_committed_evidence(family: str, mon
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_template_states_no_score_of_its_own(family: str):
     """Numbers with a decimal point in the prose come from the evidence, but for settings and the paper's own."""
-    text = (ROOT / "results" / family / page.TEMPLATE).read_text(encoding="utf-8")
+    files = sorted((ROOT / "results" / family).glob("*.jinja"))
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     prose = re.sub(r"\{\{.*?\}\}|\{%.*?%\}", "", text, flags=re.DOTALL)
     assert set(re.findall(r"\d+\.\d+", prose)) <= {"0.85", "0.5"}

@@ -1,6 +1,8 @@
 """The tables of every suite, the page about them and its figure, from the evidence alone: the same bytes each time.
 
-A page is a Jinja template beside the evidence. Its prose takes every number from a function of `Source`.
+A page is a Jinja template beside the evidence, `page.md.jinja`; another one, `NAME.md.jinja`, is the page NAME beside
+it, and what begins with an underscore is included by others. Their prose takes every number from a function of
+`Source`.
 """
 
 from __future__ import annotations
@@ -21,14 +23,30 @@ from past_opsd.analysis.suite import Outcomes, Row, Suite
 from past_opsd.core import config, stats
 from past_opsd.core.nouns import PastError
 
-TEMPLATE = "page.md.jinja"
+SUFFIX = ".md.jinja"
+TEMPLATE = f"page{SUFFIX}"
 NOT_RUN = "not run"
 SCORES = "scores"
 FIGURES = {SCORES: learning.dynamics, "certainty": teaching.certainty, "reading": teaching.mechanism}
 """By the name that a template calls."""
 FUNCTIONS = (
     *("has", "title", "table", "claims", "differences", "order", "begun", "missing", "seeds", "cycles", "sets"),
-    *("samples", "setting", "score", "span", "gap", "cost", "diagnostic", "mean", "measured", "percent", "style"),
+    *(
+        "samples",
+        "setting",
+        "score",
+        "span",
+        "gap",
+        "cost",
+        "diagnostic",
+        "mean",
+        "measured",
+        "percent",
+        "style",
+        "both",
+        "at",
+        "truncated",
+    ),
 )
 """Of `Source`, what a template may call."""
 
@@ -87,6 +105,7 @@ class Source:
     """What a template may ask. A suite is named, its world too where it is not the default one."""
 
     def __init__(self, folder: Path, family: str):
+        self._folder = folder
         self._suites = suite.suites(family)
         worlds = {path.name: World(path) for path in sorted((folder / WORLDS).iterdir())}
         self._found = {
@@ -250,6 +269,19 @@ class Source:
         ]
         return f"{100 * float(np.mean(shares)):.0f}"
 
+    def at(self, name: str, label: str, step: int, world: str = "default") -> str:
+        """Macro Avg@k in percent at an earlier boundary."""
+        row = self._at(name, world).row(label)
+        return NOT_RUN if row.missing else f"{100 * _macro(row.outcomes(step)):.1f}"
+
+    def truncated(self, name: str, label: str, step: int, world: str = "default") -> str:
+        """The share of held-out responses that do not end by themselves at a boundary, in percent."""
+        row = self._at(name, world).row(label)
+        if row.missing:
+            return NOT_RUN
+        shares = [result.truncated for by_step in row.evaluations for result in by_step[step].tasks.values()]
+        return f"{100 * float(np.mean(shares)):.1f}"
+
     def gap(self, name: str, label: str, other: str, world: str = "default", unit: stats.Unit = "problem") -> str:
         """The difference of two rows in points, with its paired interval, over problems unless told otherwise."""
         if unit == "problem+seed" and len(self._at(name, world).world.seeds) < 2:
@@ -271,6 +303,18 @@ class Source:
             cells = [self.gap(name, label, other, world, unit) for unit in ("problem+seed", "problem")]
             rows.append((f"{label} minus {other}", *cells))
         header = ("Difference", "Over problems and seeds", "Over problems")
+        return tables.markdown_table(tables.Sheet("", header, rows))
+
+    def both(self, name: str, pairs: Sequence[tuple[str, str]], other: str) -> str:
+        """Differences over problems and seeds in another family, whose evidence lies beside this one, and here; and
+        whether they have a direction: an interval on the same side of 0 in both."""
+        rows: list[tuple[str, ...]] = []
+        sources = (Source(self._folder.parent / other, other), self)
+        for label, minus in pairs:
+            gaps = [source._gap(name, label, minus, "default", "problem+seed") for source in sources]
+            cells = [NOT_RUN if gap is None else tables.interval(gap, sign=True) for gap in gaps]
+            rows.append((f"{label} minus {minus}", *cells, direction(gaps)))
+        header = ("Difference", *(source._at(name, "default").suite.title for source in sources), "Direction")
         return tables.markdown_table(tables.Sheet("", header, rows))
 
     def begun(self, name: str, world: str = "default") -> str:
@@ -333,6 +377,16 @@ def _seeds(outcomes: Outcomes) -> int:
     return len(next(iter(outcomes.values())))
 
 
+def direction(gaps: Sequence[stats.Interval | None]) -> str:
+    """On which side of 0 all intervals lie."""
+    if None in gaps:
+        return NOT_RUN
+    sides = {(gap.low > 0) - (gap.high < 0) for gap in gaps if gap is not None}
+    if 0 in sides:
+        return "open"
+    return "opposite" if len(sides) > 1 else f"{'above' if sides == {1} else 'below'} 0"
+
+
 def _verdict(found: stats.Interval, theirs: float) -> str:
     """Whether the interval leaves a direction, and whose."""
     if found.low <= 0 <= found.high:
@@ -341,13 +395,30 @@ def _verdict(found: stats.Interval, theirs: float) -> str:
 
 
 def build(folder: Path, family: str, page: Path) -> dict[Path, bytes]:
-    """Every file that follows from the evidence in `folder`: tables beside it, the page and its figure."""
+    """Every file that follows from the evidence in `folder`: tables beside it, the pages and their figures."""
     if not (folder / WORLDS).is_dir():
         raise PastError(f"{folder} holds no evidence ({WORLDS}/); 'past results collect RUNS' writes it")
     source = Source(folder, family)
     made = {
         folder / name / file: text.encode() for name, texts in source.files().items() for file, text in texts.items()
     }
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder.parent),  # pages of several families may share their text
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+    )
+    cast("dict[str, Any]", environment.globals).update(source.functions())
+    for template in sorted(folder.glob(f"[!_]*{SUFFIX}")):
+        name = template.name.removesuffix(SUFFIX)
+        own = page if template.name == TEMPLATE else page.with_name(f"{page.stem.removesuffix('-results')}-{name}.md")
+        made |= _page(environment, source, template, own)
+    return made
+
+
+def _page(environment: jinja2.Environment, source: Source, template: Path, page: Path) -> dict[Path, bytes]:
+    """A page and the figures that its template asks for."""
     drawn: dict[Path, bytes] = {}
 
     def figure(name: str, labels: Sequence[str], kind: str = SCORES) -> str:
@@ -355,17 +426,12 @@ def build(folder: Path, family: str, page: Path) -> dict[Path, bytes]:
         drawn[file] = panels.plain_svg(source.figure(name, labels, kind))
         return file.name
 
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, autoescape=False, keep_trailing_newline=True, trim_blocks=True
-    )
-    cast("dict[str, Any]", environment.globals).update(source.functions() | {"figure": figure})
-    text = (folder / TEMPLATE).read_text(encoding="utf-8")
     try:
-        made[page] = environment.from_string(text).render().encode()
+        text = environment.from_string(template.read_text(encoding="utf-8"), {"figure": figure}).render()
     except jinja2.TemplateError as error:
         line = getattr(error, "lineno", None)
-        raise PastError(f"{folder / TEMPLATE}{f':{line}' if line else ''}: {error}") from None
-    return made | drawn
+        raise PastError(f"{template}{f':{line}' if line else ''}: {error}") from None
+    return {page: text.encode()} | drawn
 
 
 def stray(folder: Path, made: Mapping[Path, bytes]) -> list[Path]:
