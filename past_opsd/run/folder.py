@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -358,7 +358,7 @@ class RunFolder:
         with writing(file):
             sync(file)
 
-    def write_attempts(self, series: Series, k: int, rows: Sequence[Row]) -> None:
+    def write_attempts(self, series: Series, k: int, rows: Iterable[Row]) -> None:
         """The rollouts or the continuations of a cycle."""
         from past_opsd.run import attempts
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +28,39 @@ from past_opsd.run.loop import Cycle
 
 
 class Recorder:
-    """Writes a run's records down, cycle by cycle, and a digest of each."""
+    """Writes a run's records down, cycle by cycle, and a digest of each.
+
+    Responses are written beside the next cycle. `settle` waits for them: before a checkpoint, which has their digests,
+    and before the next cycle's, so that never more than two cycles' responses are held.
+    """
 
     def __init__(self, run: RunFolder, digests: dict[str, str], processes: int = 1):
         self._run = run
         self._digests = digests
         self._processes = processes
+        self._writer = ThreadPoolExecutor(1, "records")
+        self._writing: dict[str, Future[str]] = {}
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._writer.shutdown(cancel_futures=error[0] is not None)
+        if error[0] is None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until what was recorded is on the disk; what could not be written is raised here."""
+        writing, self._writing = self._writing, {}
+        for name, digest in writing.items():
+            self._digests[name] = digest.result()
 
     def cycle(self, k: int, cycle: Cycle, totals: Mapping[str, int], seconds: Mapping[str, float]) -> dict[str, float]:
         """Record cycle k; returns its metrics line."""
-        taught = zip(cycle.batch.attempts, cycle.starts, strict=True)
-        rollouts = [row(k, a, cycle.versions, i, False, start) for i, (a, start) in enumerate(taught)]
-        rollouts += [row(k, a, cycle.versions, i, True) for i, a in enumerate(cycle.replaced, len(rollouts))]
-        rest = iter(enumerate(cycle.batch.attempts))  # groups come in the order of their attempts
-        places = [next(i for i, a in rest if a is group.attempt) for group in cycle.groups]
-        continuations = [
-            row(k, c, cycle.versions, trajectory, discarded)
-            for trajectory, group in zip(places, cycle.groups, strict=True)
-            for discarded, drawn in ((True, group.discarded), (False, group.continuations))
-            for c in drawn
-        ]
-        self._attempts(self._run.rollouts, k, rollouts)
-        if continuations:
-            self._attempts(self._run.continuations, k, continuations)
+        self.settle()
+        self._write(self._run.rollouts, k, _rollouts(k, cycle))
+        if cycle.groups:
+            self._write(self._run.continuations, k, _continuations(k, cycle))
         line = {"cycle": k} | summarise(cycle) | dict(totals)
         self._run.add_line(self._run.metrics_file, line)
         self._digests[line_name(k)] = line_digest(line)
@@ -67,9 +78,29 @@ class Recorder:
         about = {"processes": self._processes, "peak_mib": round(peak_memory(), 1)}
         self._run.add_line(self._run.timings_file, {"cycle": k} | timing | about)
 
-    def _attempts(self, series: Series, k: int, rows: Sequence[Row]) -> None:
-        self._run.write_attempts(series, k, rows)
-        self._digests[self._run.name(series.path(k))] = file_digest(series.path(k))
+    def _write(self, series: Series, k: int, rows: Iterable[Row]) -> None:
+        def write() -> str:
+            self._run.write_attempts(series, k, rows)
+            return file_digest(series.path(k))
+
+        self._writing[self._run.name(series.path(k))] = self._writer.submit(write)
+
+
+def _rollouts(k: int, cycle: Cycle) -> Iterator[Row]:
+    taught = cycle.batch.attempts
+    for i, (attempt, start) in enumerate(zip(taught, cycle.starts, strict=True)):
+        yield row(k, attempt, cycle.versions, i, False, start)
+    for i, attempt in enumerate(cycle.replaced, len(taught)):
+        yield row(k, attempt, cycle.versions, i, True)
+
+
+def _continuations(k: int, cycle: Cycle) -> Iterator[Row]:
+    rest = iter(enumerate(cycle.batch.attempts))  # groups come in the order of their attempts
+    for group in cycle.groups:
+        trajectory = next(i for i, a in rest if a is group.attempt)
+        for discarded, drawn in ((True, group.discarded), (False, group.continuations)):
+            for c in drawn:
+                yield row(k, c, cycle.versions, trajectory, discarded)
 
 
 def lost(run: RunFolder, cycles: int) -> list[str]:

@@ -42,7 +42,7 @@ from past_opsd.tasks import Task
 
 
 class Display(Protocol):
-    """Where progress goes."""
+    """Where progress goes. One with `reads_records = True` hears of a cycle when its responses are on the disk."""
 
     def phase(self, cycle: int, name: str) -> None: ...
 
@@ -278,22 +278,25 @@ def train(
         if recorder is not None and start == 0:
             recorder.prepared(phase1.seconds(run))
         watcher = Watcher(run.read_metrics()) if world.first else Watcher([])
-        for k in range(start, recipe.run.cycles):
-            if stopping():
-                break
-            clock.cycle = k
-            under_way = _to_finish(recipe, k)
-            with profiler.operations(k - start) if profiler else nullcontext():
-                cycle = assembled.loop.cycle(k, clock.phase)
-                clock.stop()
-            if recorder is not None:
-                metrics = _record(recorder, k, cycle, assembled.ledger.costs, clock.seconds(k))
-                for warning in watcher.see(metrics):
-                    display.note(f"cycle {k}: {warning}")
-                display.cycle(k, metrics)
-            _boundary(assembled, run, k + 1, display, clock, last=stopping())
-            if profiler:
-                profiler.write(clock)
+        with recorder or nullcontext():
+            for k in range(start, recipe.run.cycles):
+                if stopping():
+                    break
+                clock.cycle = k
+                under_way = _to_finish(recipe, k)
+                with profiler.operations(k - start) if profiler else nullcontext():
+                    cycle = assembled.loop.cycle(k, clock.phase)
+                    clock.stop()
+                if recorder is not None:
+                    metrics = _record(recorder, k, cycle, assembled.ledger.costs, clock.seconds(k))
+                    for warning in watcher.see(metrics):
+                        display.note(f"cycle {k}: {warning}")
+                    if getattr(display, "reads_records", False):
+                        recorder.settle()
+                    display.cycle(k, metrics)
+                _boundary(assembled, run, k + 1, display, clock, recorder, last=stopping())
+                if profiler:
+                    profiler.write(clock)
         completed = world.share(lambda: run.steps()[-1])
     return outcome(recipe, run, completed) if world.first else Outcome(folder, completed, recipe.run.cycles)
 
@@ -417,7 +420,9 @@ def _account(session: Session, run: RunFolder, state: dict[str, Any], display: D
         checkpoint.restore_rng(state)
 
 
-def _boundary(session: Session, run: RunFolder, step: int, display: Display, clock: Clock, last: bool) -> None:
+def _boundary(
+    session: Session, run: RunFolder, step: int, display: Display, clock: Clock, recorder: Recorder | None, last: bool
+) -> None:
     """After a complete cycle: evaluate and checkpoint where the recipe says so, and always at the end."""
     section = session.recipe.run
     due = step in evaluation_steps(session.recipe)  # here or elsewhere: of its checkpoint
@@ -428,6 +433,8 @@ def _boundary(session: Session, run: RunFolder, step: int, display: Display, clo
         _evaluate(session, run, step, display)
         clock.stop()
     with clock.span("checkpoint"):
+        if recorder is not None:
+            recorder.settle()  # the checkpoint has the digests of all records
         _checkpoint(session, run, step)
     if session.world.first:
         checkpoint.prune(run, section.keep_checkpoints, _protected(session.recipe, run))

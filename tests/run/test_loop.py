@@ -73,7 +73,8 @@ def test_a_tight_context_limits_what_is_explored_and_not_what_is_distilled(small
         line = summarise(cycle)
         assert (line["failed/unexplored"], line["rollout/sampled"]) == (cycle.unexplored, 16)
         # The records name the attempt that a continuation belongs to, whichever of them drew none.
-        Recorder(run := RunFolder(tmp_path / "run"), {}).cycle(0, cycle, {}, {})
+        with Recorder(run := RunFolder(tmp_path), {}) as recorder:
+            recorder.cycle(0, cycle, {}, {})
         places = {i for i, a in enumerate(cycle.batch.attempts) if any(g.attempt is a for g in cycle.groups)}
         drawn = read(run.continuations.path(0))
         assert {row["trajectory"] for row in drawn} == places
@@ -115,7 +116,8 @@ def test_a_first_token_that_the_views_expect_differently_is_not_supervised(small
         assert cycle.metrics["student/unaligned"] == sum(starts)
         assert cycle.metrics["student/supervised"] == sum(len(t.tokens) for t in terms) - sum(starts)
         assert cycle.metrics["student/stepped"] == 1
-        Recorder(run := RunFolder(tmp_path / "run"), {}).cycle(0, cycle, {}, {})
+        with Recorder(run := RunFolder(tmp_path), {}) as recorder:
+            recorder.cycle(0, cycle, {}, {})
         masks = [row["mask"] for row in read(run.rollouts.path(0))]
         assert masks == [[0] * n + [1] * (len(t.tokens) - n) for t, n in zip(terms, starts, strict=True)]
     alike = [text.replace("true", "false") for text in thinking]

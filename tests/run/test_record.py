@@ -3,14 +3,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from past_opsd.core.files import WriteError
 from past_opsd.core.nouns import PastError
 from past_opsd.run import attempts
-from past_opsd.run.folder import RunFolder, read_lines
+from past_opsd.run.folder import RunFolder, line_name, read_lines
 from past_opsd.run.record import Recorder, lost
 from past_opsd.run.train import Session
 
@@ -21,6 +24,7 @@ def recorded(past: Session, tmp_path: Path):
     recorder = Recorder(RunFolder(tmp_path), {})
     for k, cycle in enumerate(cycles):
         recorder.cycle(k, cycle, {"cost/student_samples": 6 * (k + 1)}, {"rollout": 1.0})
+    recorder.settle()
     return recorder, cycles, tmp_path
 
 
@@ -71,7 +75,8 @@ def test_failures_that_are_alike_keep_their_own_continuations(past: Session, tmp
     batch = replace(cycle.batch, failed=(first.attempt, twin.attempt))
     starts = (0,) * len(batch.attempts)
     cycle = replace(cycle, batch=batch, groups=[first, twin], starts=starts)
-    Recorder(RunFolder(tmp_path), {}).cycle(0, cycle, {}, {})
+    with Recorder(RunFolder(tmp_path), {}) as recorder:
+        recorder.cycle(0, cycle, {}, {})
     rows = pq.read_table(tmp_path / "continuations" / "cycle-00000.parquet").to_pylist()
     at = len(batch.correct)
     assert [row["trajectory"] for row in rows] == [at] * len(first.drawn) + [at + 1] * len(second.drawn)
@@ -113,6 +118,7 @@ def test_what_is_lost_is_named(recorded):
     recorder, cycles, folder = recorded
     for k in range(2, 6):
         recorder.cycle(k, cycles[1], {}, {})
+    recorder.settle()
     assert lost(RunFolder(folder), 6) == []
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join([lines[0], lines[4], lines[5], lines[5]]))
@@ -148,3 +154,86 @@ def test_lines_are_on_the_disk_before_a_checkpoint_can_follow(recorded, monkeypa
     recorder.cycle(2, cycles[1], {}, {})
     assert synced == [("metrics.jsonl", 3), ("timings.jsonl", 3)]
     assert len(RunFolder(folder).read_metrics()) == 3
+
+
+def test_responses_are_written_beside_the_next_cycle_and_before_a_checkpoint(
+    past: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cycle, digests, door = past.loop.cycle(0), dict[str, str](), Event()
+    plain = attempts.write
+
+    def slow(file: Path, rows) -> None:
+        assert door.wait(60)
+        plain(file, rows)
+
+    monkeypatch.setattr(attempts, "write", slow)
+    with Recorder(run := RunFolder(tmp_path), digests) as recorder:
+        line = recorder.cycle(0, cycle, {}, {})
+        assert run.read_metrics() == [line]
+        assert run.rollouts.numbers() == []
+        assert list(digests) == [line_name(0)]
+        door.set()
+        recorder.settle()
+        assert list(digests) == [line_name(0), "rollouts/cycle-00000.parquet", "continuations/cycle-00000.parquet"]
+        assert run.altered(digests) == []
+        recorder.cycle(1, cycle, {}, {})
+        recorder.cycle(2, cycle, {}, {})
+        assert {0, 1} <= set(run.rollouts.numbers())  # what is written is one cycle behind at most
+    assert run.continuations.numbers() == run.rollouts.numbers() == [0, 1, 2]
+    assert run.altered(digests) == []
+
+
+def test_what_could_not_be_written_beside_a_cycle_stops_the_run(recorded, monkeypatch: pytest.MonkeyPatch):
+    recorder, cycles, _ = recorded
+
+    def full(file: Path, rows) -> None:
+        raise WriteError(f"{file}: no space left")
+
+    monkeypatch.setattr(attempts, "write", full)
+    recorder.cycle(2, cycles[1], {}, {})
+    with pytest.raises(WriteError, match=r"cycle-00002\.parquet: no space left"):
+        recorder.settle()
+
+
+def test_a_file_is_written_and_read_group_by_group(recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    _, cycles, _ = recorded
+    own = cycles[1].batch.attempts
+    rows = [attempts.row(1, a, {"student": 0}, i, False, i) for i, a in enumerate(own)]
+    longest = max(len(a.view.prompt) + len(a.response.tokens) for a in own)
+    monkeypatch.setattr(attempts, "GROUP", longest + 1)
+    held: list[int] = []
+
+    def counted():
+        for place, row in enumerate(rows):
+            held.append(place)
+            yield row
+
+    file = tmp_path / "some.parquet"
+    attempts.write(file, counted())
+    with pq.ParquetFile(file) as opened:
+        assert opened.num_row_groups >= len(rows) // 2 > 1
+    found = attempts.read(file)
+    assert [tuple(row["tokens"]) for row in found] == [a.response.tokens for a in own]
+    assert [row["mask"] for row in found] == [
+        [int(t >= i) for t in range(len(a.response.tokens))] for i, a in enumerate(own)
+    ]
+    assert attempts.read(file, places={1, 4}) == [found[1], found[4]]
+    brief = attempts.outline(file)
+    assert [row["place"] for row in brief] == list(range(len(rows)))
+    assert all(row[key] == whole[key] for row, whole in zip(brief, found, strict=True) for key in row.keys() & whole)
+    assert attempts.read_table(file).to_pylist() == found
+    attempts.write(file, [rows[0] | {"length": rows[0]["length"] + 1}])
+    with pytest.raises(PastError, match=r"some\.parquet: cannot be read"):
+        attempts.read(file)
+
+
+def test_a_file_that_would_swell_is_refused(tmp_path: Path):
+    """Zeros without end, in little space on the disk."""
+    file = tmp_path / "bomb.parquet"
+    columns = {"tokens": [[0] * 2_000_000], "text": ["a"]}
+    rows = [{name: columns.get(name, [None])[0] for name in attempts.SCHEMA.names}] * 40
+    pq.write_table(pa.Table.from_pylist(rows, schema=attempts.SCHEMA), file, use_dictionary=False, compression="zstd")
+    assert file.stat().st_size < 1_000_000
+    for reader in (attempts.read, attempts.read_table, attempts.outline):
+        with pytest.raises(PastError, match=r"bomb\.parquet: cannot be read \(40 rows of"):
+            reader(file)

@@ -103,12 +103,25 @@ def _startup(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each command (default %(default)s)")
 
 
+def _records(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--responses", type=int, default=64, help="responses of a cycle (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=38912, help="tokens of each (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=2, help="times each is measured (default %(default)s)")
+
+
+def _report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cycles", type=int, default=1000, help="cycles of the run (default %(default)s)")
+    parser.add_argument("--responses", type=int, default=512, help="responses of a cycle (default %(default)s)")
+
+
 BENCHMARKS = {
     "divergence": (
         "the full-vocabulary implementations side by side",
         _divergence,
     ),
     "kernel": ("registers, spills and occupancy of the GPU kernel, compiled for three generations of GPUs", _kernel),
+    "records": ("a cycle's file of long responses and their verdicts: time and memory", _records),
+    "report": ("time and memory of `past report` on a long run", _report),
     "rollout": ("tokens a second of our engines and of transformers' generate, on the same prompts", _rollout),
     "scaling": ("time and memory of a learner step against its sizes", _scaling),
     "shared": ("PAST's teacher step with and without sharing what its continuations begin with", _shared),

@@ -165,7 +165,7 @@ def choose(rows: Sequence[Row], count: int, seed: int) -> list[Row]:
     def order(row: Row) -> int:
         return derive_seed(seed, "report", row["cycle"], row["problem"], row["trajectory"])
 
-    rows = [row for row in rows if row["tokens"]]
+    rows = [row for row in rows if row["length"]]
     failed, correct = (sorted((r for r in rows if r["correct"] is c), key=order) for c in (False, True))
     wanted = min(count, len(rows))
     few = min(len(failed), max(wanted - wanted // 2, wanted - len(correct)))
@@ -228,9 +228,12 @@ def _run(
         scribe = _Scribe(assembled, vocabulary)
         for cycle, share in zip(cycles, shares, strict=True):
             _load(assembled, folder.checkpoint(cycle))
-            used = [row for row in _rows(folder.rollouts, cycle, assembled) if not row["discarded"]]
-            rows = choose(used, share, run.seed)
-            drawn = _rows(folder.continuations, cycle, assembled)
+            used = [row for row in _outline(folder.rollouts, cycle) if not row["discarded"]]
+            wanted = choose(used, share, run.seed)
+            rows = _rows(folder.rollouts, cycle, assembled, [row["place"] for row in wanted])
+            shown = {row["trajectory"] for row in rows}
+            drawn = [row for row in _outline(folder.continuations, cycle) if row["trajectory"] in shown]
+            drawn = _rows(folder.continuations, cycle, assembled, [row["place"] for row in drawn])
             for row in rows:
                 if row["problem"] not in problems:
                     raise PastError(f"problem {row['problem']} is not among the task's any more")
@@ -244,11 +247,15 @@ def _run(
     return out, {"measure": "kl" if teacher else "entropy", "tau": scribe.tau, "cycles": cycles}
 
 
-def _rows(series: Series, cycle: int, session: Session) -> list[Row]:
-    """The rows of a cycle; none where nothing was drawn."""
-    if not os.path.lexists(series.path(cycle)):
+def _outline(series: Series, cycle: int) -> list[Row]:
+    """What is short of a cycle's rows; none where nothing was drawn."""
+    return attempts.outline(series.path(cycle)) if os.path.lexists(series.path(cycle)) else []
+
+
+def _rows(series: Series, cycle: int, session: Session, places: Sequence[int]) -> list[Row]:
+    if not places:
         return []
-    return attempts.read(series.path(cycle), len(session.model.head), session.model.max_context)
+    return attempts.read(series.path(cycle), len(session.model.head), session.model.max_context, set(places))
 
 
 def _nothing(run: RunFolder) -> str:

@@ -44,6 +44,9 @@ class Steps:
 class Events:
     """A display that turns the run's progress into callback events, behind a progress bar where one is wanted."""
 
+    reads_records = True
+    """Callbacks may look into the run's folder."""
+
     def __init__(self, trainer: PASTTrainer, steps: Steps, bar: TrainDisplay | None):
         self._trainer = trainer
         self._steps = steps

@@ -197,7 +197,7 @@ def test_boundaries_are_cycles_whose_checkpoint_is_kept(tmp_path: Path) -> None:
 
 
 def _row(i: int, correct: bool) -> dict[str, Any]:
-    return {"cycle": 3, "problem": f"p{i}", "trajectory": i, "correct": correct, "tokens": [1]}
+    return {"cycle": 3, "problem": f"p{i}", "trajectory": i, "correct": correct, "length": 1}
 
 
 @pytest.mark.parametrize(
