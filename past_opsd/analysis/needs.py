@@ -190,7 +190,7 @@ def _trace(recipe: Recipe, section: ModelSection, device: Device, processes: int
     shape, rows = shape_of(configuration(section, section.path), section.path), 0
     tracer = Tracer(device)
     with _as_on(device, tracer), tracer:
-        weightless = Weightless(section, _Peers(0, processes), layers)
+        weightless = Weightless(section, _Peers(0, processes), layers, recipe.distributed.split)
         named = dict(weightless.peft.named_parameters())
         tracer.hold((p for name, p in named.items() if "lora_" not in name), "weights")
         tracer.hold((p for name, p in named.items() if "lora_" in name), "adapters")
@@ -383,6 +383,8 @@ class _Peers(World):
         return [item] * self.size
 
     def agree(self, what: str, value: object) -> None: ...
+
+    def group(self, size: int) -> None: ...
 
     def _together(self, action: Callable[[], object]) -> None: ...
 

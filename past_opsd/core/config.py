@@ -351,6 +351,12 @@ class DistributedSection(Section):
         description="'full' spreads the frozen base's blocks over the processes (FSDP2): less memory, more time; "
         "'hybrid' over those of a machine, every machine with a copy: less between machines",
     )
+    split: int = Field(
+        default=1,
+        ge=1,
+        description="so many neighbouring processes hold every row of a training step together, each a part of its "
+        "tokens: for rows that one cannot hold; attention heads must divide (Ulysses)",
+    )
     timeout_seconds: float = Field(
         default=3600.0, gt=0, description="a process that waits for the others for so long gives up"
     )

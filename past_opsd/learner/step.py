@@ -165,7 +165,9 @@ class Learner:
         networks = [self._model] if self._model.expert is None else [self._model, self._model.expert]
         merge = section.shared_prompts and all(network.shares_prompts for network in networks)
         worth = self._model.worth if merge else None
-        return plan(terms, section.reduction, section.token_budget, worth, self._model.world.size)
+        size = self._model.split.size
+        groups = plan(terms, section.reduction, section.token_budget, worth, self._model.world.size // size)
+        return [own for own in groups for _ in range(size)]
 
     def _round(self, phase: Adapter, n: int, plans: Sequence[Sequence[Sequence[Bundle]]], log: Log) -> list[str]:
         """One micro-batch; returns what failed, for the ranks to stop together.
@@ -179,7 +181,7 @@ class Learner:
             others = [_frozen_adapters(other[n]) for other in plans if n < len(other)]
             self._model.idle(max(others) - _frozen_adapters(chosen))
         reads = [read for item in chosen for read in item.live]
-        # [sum T, H]: the states that predict the tokens of each path, one path after the other.
+        # [sum T, H]: the states that predict the tokens of each path, one path after the other; of T this rank's part.
         live = self._model.hidden(reads or [(View(phase, (0,)), (0,))], [len(item.paths) for item in chosen])
         grad: Tensor | None = None
         failures: list[str] = []
@@ -201,13 +203,13 @@ class Learner:
             raise NonFiniteError(failed[0])
         world.sum([p.grad for p in self._model.parameters(phase).values() if p.grad is not None])
         whole = Log()
-        for own, _ in reports:
+        for own, _ in reports[:: self._model.split.size]:  # ranks that share rows log the same
             whole.merge(own)
         return whole
 
     @torch.no_grad()
     def _frozen_states(self, chosen: Sequence[Bundle]) -> dict[packing.Read, Tensor]:
-        """Hidden states [T, H] of every frozen view in the micro-batch, one forward per adapter."""
+        """Hidden states [T, H] of every frozen view in the micro-batch, one forward per adapter; of T as live."""
         wanted: dict[Adapter, list[list[packing.Read]]] = defaultdict(list)
         for item in chosen:
             for adapter, rows in item.frozen.items():
@@ -216,8 +218,8 @@ class Learner:
         for rows in wanted.values():
             reads = [read for row in rows for read in row]
             hidden = self._model.hidden(reads, list(map(len, rows)))
-            split = torch.split(hidden, [len(tokens) for _, tokens in reads])
-            states.update(zip(reads, split, strict=True))
+            parts = torch.split(hidden, [self._model.split.part(len(tokens)) for _, tokens in reads])
+            states.update(zip(reads, parts, strict=True))
         return states
 
     def _gradient(
@@ -233,14 +235,20 @@ class Learner:
         calls: dict[tuple[float, bool, bool, tuple[tuple[str, str, bool], ...]], list[Member]] = defaultdict(list)
         start = 0
         for path in (path for item in chosen for path in item.paths):
-            span = slice(start, start + len(path.tokens))
+            span = slice(start, start + self._model.split.part(len(path.tokens)))
             start = span.stop
             for (view, temperature), terms in path.by_frozen().items():
                 losses = tuple(sorted((t.name, Loss.of(t.loss).key, bool(t.sampled)) for t, _ in terms))
                 expert = view is not None and view.adapter == "expert"
                 calls[temperature, expert, view is None, losses].append((span, view, terms))
+        failures: list[NonFiniteError] = []
         for (temperature, *_), members in calls.items():
-            self._call(phase, members, temperature, live, frozen, grad, log)
+            try:
+                self._call(phase, members, temperature, live, frozen, grad, log)
+            except NonFiniteError as error:  # ranks that share rows make all calls together
+                failures.append(error)
+        if failures:
+            raise failures[0]
         return grad
 
     def _call(
@@ -253,10 +261,14 @@ class Learner:
         grad: Tensor,
         log: Log,
     ) -> None:
-        """The fused loss on some sequences, its gradient added to theirs in `grad`, its diagnostics to the log."""
-        lengths = [span.stop - span.start for span, _, _ in members]
+        """The fused loss on some sequences, its gradient added to theirs in `grad`, its diagnostics to the log.
+
+        Ranks that share rows compute it each at its own positions, and know the values and diagnostics of all.
+        """
+        lengths = [len(terms[0][0].tokens) for _, _, terms in members]
+        here = self._model.split.here(lengths, live.device)
         index = torch.cat([torch.arange(span.start, span.stop) for span, _, _ in members]).to(live.device)
-        tokens = torch.tensor([y for _, _, terms in members for y in terms[0][0].tokens], device=live.device)
+        tokens = torch.tensor([y for _, _, terms in members for y in terms[0][0].tokens], device=live.device)[here]
         views = [frozen[view, terms[0][0].tokens] for _, view, terms in members if view is not None]
         expert = self._model.expert if any(v is not None and v.adapter == "expert" for _, v, _ in members) else None
         sequences = [terms for _, _, terms in members]
@@ -264,19 +276,20 @@ class Learner:
         own = live[index]
 
         def run(states: Tensor | None, jobs: Sequence[fused.Job]) -> fused.Result:
-            return fused.run(
+            found = fused.run(
                 self.implementation,
                 own,
                 states,
                 self._model.head,
                 self._model.head_bias,
                 tokens,
-                jobs,
+                [job.at(here) for job in jobs],
                 temperature=temperature,
                 frozen_head=None if expert is None else expert.head,
                 frozen_bias=None if expert is None else expert.head_bias,
                 budget_bytes=self._section.loss_memory_mib << 20,
             )
+            return found.each(lambda column: self._model.split.gather(column, lengths))
 
         forked = any(term.forks for terms in sequences for term, _ in terms)
         drifted = self._cap > 0 and any(term.sampled for terms in sequences for term, _ in terms)

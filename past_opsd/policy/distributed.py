@@ -129,6 +129,20 @@ class World:
         for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
+    def group(self, size: int) -> Any:
+        """So many consecutive ranks, this one among them, as a group of their own."""
+        made: list[Any] = []
+        limit = timedelta(seconds=self._timeout)
+        self._together(lambda: made.append(cast(Any, dist).new_subgroups(size, timeout=limit)[0]))
+        return made[0]
+
+    def trade(self, rows: Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Tensor:
+        """So many rows for every rank of a group, one after the other, for so many of each."""
+        out = rows.new_empty(sum(receive), *rows.shape[1:])
+        whole = rows.contiguous()
+        self._together(lambda: cast(Any, dist).all_to_all_single(out, whole, list(receive), list(send), group=group))
+        return out
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.gather(None)

@@ -87,11 +87,15 @@ class Result:
 
     def at(self, positions: Tensor | slice) -> Result:
         """Of some of the positions: views for a slice, copies for indices."""
+        return replace(self.each(lambda column: column[positions]), grad=self.grad[positions])
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Result:
+        """With another column [T] in the place of each, in a fixed order; the gradient is kept."""
         return Result(
-            self.grad[positions],
-            [value[positions] for value in self.values],
-            {name: row[positions] for name, row in self.live.items()},
-            [{name: row[positions] for name, row in found.items()} for found in self.diagnostics],
+            self.grad,
+            [change(value) for value in self.values],
+            {name: change(row) for name, row in self.live.items()},
+            [{name: change(row) for name, row in found.items()} for found in self.diagnostics],
         )
 
     def of(self, jobs: Sequence[int]) -> Result:

@@ -35,6 +35,7 @@ from past_opsd.policy import attention, fused, packing
 from past_opsd.policy.distributed import World
 from past_opsd.policy.fingerprint import fingerprint
 from past_opsd.policy.pretrained import Choice, empty_network, hardware, load_network, load_tokenizer, resolve
+from past_opsd.policy.split import Split, possible
 
 __all__ = ["TRAINABLE", "Model", "Network", "linear_targets", "load_tokenizer", "resolve"]
 
@@ -45,6 +46,8 @@ TRAINABLE: tuple[Adapter, Adapter] = ("student", "teacher")
 # from some fifteen kernel launches.
 SEGMENT = {"cpu": 25e6, "gpu": 20e9}
 LAYER = re.compile(r"\.\d+\.")  # a name inside one of the blocks
+# Rotary frequencies that follow the longest position of a forward.
+STRETCHED = frozenset({"dynamic", "longrope"})
 # Mixture-of-experts routers: which expert computes is not what an adapter should learn.
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
@@ -141,6 +144,8 @@ class Network:
             cast(Any, self.network).set_attn_implementation(attention.NAME)
         self.device = cast(Any, self.network).get_input_embeddings().weight.device
         self._scale = self._logit_scale(path)
+        self.split = Split()
+        """Which ranks share the rows of a forward."""
         self.tick: Callable[[], None] = lambda: None
         """Called before every forward of the training side and every decoding step: for a profiler."""
         self._prove(path)
@@ -209,24 +214,26 @@ class Network:
         re-tokenised and the last token itself is never read. Each path is a row of the forward; `sizes` puts so many
         of them, in order, into rows that share what they begin with, for networks that can (`shares_prompts`).
         """
-        together = max(sizes, default=1) > 1
-        return self._run(packing.shared(paths, sizes, self.worth) if together else packing.plain(paths))
+        if max(sizes, default=1) == 1 and self.split.size == 1:
+            return self._run(packing.plain(paths))
+        return self._run(packing.shared(paths, sizes or [1] * len(paths), self.worth))
 
     def _run(self, packed: packing.Packed) -> Tensor:
         self.tick()
         if packed.mask is not None:
             arguments: dict[str, Any] = {"attention_mask": packed.mask.to(self.device)}
         else:
-            arguments = {"attention_mask": self._shared_mask(packed), "position_ids": packed.positions.to(self.device)}
+            positions = self.split.own(packed.positions)
+            arguments = {"attention_mask": self._shared_mask(packed), "position_ids": positions.to(self.device)}
         backbone = cast(Any, self.network).base_model
-        states = backbone(input_ids=packed.ids.to(self.device), use_cache=False, **arguments).last_hidden_state
-        states = self._scaled(states.to(self.head.device))
-        return states.flatten(0, 1)[packed.index.to(states.device)]
+        ids = self.split.own(packed.ids).to(self.device)
+        states = backbone(input_ids=ids, use_cache=False, **arguments).last_hidden_state
+        return self.split.deal(self._scaled(states.to(self.head.device)), packed)
 
     def _shared_mask(self, packed: packing.Packed) -> Tensor:
         width = packed.ids.shape[1]
         if self.choice.attention != "eager":
-            return attention.SharedMask.of(packed.segments, width, self.device)
+            return attention.SharedMask.of(packed.segments, width, self.device, self.split)
         hidden = ~packing.dense(packed.segments, width).to(self.device)
         lowest = torch.finfo(self.head.dtype).min  # eager attention adds its mask to the scores
         return torch.zeros_like(hidden, dtype=self.head.dtype).masked_fill_(hidden, lowest)
@@ -261,13 +268,52 @@ class Network:
         """
         if self.choice.attention not in ("sdpa", "eager") or not self.full_attention:
             return False
-        ids = [1 + i % (len(self.head) - 1) for i in range(40)]
-        prompt, rests = ids[:16], [ids[16 + 5 * i : 24 + 5 * i] for i in range(3)]
-        paths = [(View("base", (*prompt, *rest[:i])), tuple(rest[i:])) for i, rest in enumerate(rests)]
+        paths = self._trial()
         with torch.no_grad():
             alone, together = self.states(paths).float(), self._run(packing.shared(paths, [len(paths)])).float()
         scale = alone.abs().max()
         return bool((alone - together).abs().max() <= 0.02 * scale)
+
+    def _trial(self) -> list[packing.Read]:
+        """Three paths of a few tokens that begin alike."""
+        ids = [1 + i % (len(self.head) - 1) for i in range(40)]
+        prompt, rests = ids[:16], [ids[16 + 5 * i : 24 + 5 * i] for i in range(3)]
+        return [(View("base", (*prompt, *rest[:i])), tuple(rest[i:])) for i, rest in enumerate(rests)]
+
+    def require(self, split: Split, path: str) -> None:
+        """Refuse to split the rows of a network that would compute something else from them; tried on a few tokens."""
+        text, asked = self.config.get_text_config(), f"distributed.split = {split.size}"
+        heads = text.num_attention_heads
+        allowed = possible(heads, getattr(text, "num_key_value_heads", None) or heads)
+        if split.size not in allowed:
+            raise PastError(
+                f"{asked}: the {heads} attention heads of '{path}' divide over {', '.join(map(str, allowed))} processes"
+            )
+        if self.choice.attention != "sdpa":
+            raise PastError(f"{asked} needs model.attention = 'sdpa', and it is '{self.choice.attention}'")
+        if not self.shares_prompts or self._stretched or self.world.any(not self._divides(split)):
+            raise PastError(
+                f"{asked}: '{path}' ({self.config.model_type}) would compute something else from split rows: not every "
+                "layer is attention to all earlier tokens, or positions depend on the longest row; set it to 1"
+            )
+
+    @property
+    def _stretched(self) -> bool:
+        """Whether the rotary frequencies of a position depend on others."""
+        rope: dict[str, Any] = self.config.get_text_config().to_dict().get("rope_parameters") or {}
+        return rope.get("rope_type") in STRETCHED
+
+    @torch.no_grad()
+    def _divides(self, split: Split) -> bool:
+        paths = self._trial()
+        whole = self.states(paths).float()
+        try:
+            self.split = split
+            own = self.states(paths, [len(paths)]).float()
+        finally:
+            self.split = Split()
+        apart = own - whole[split.here([len(y) for _, y in paths], whole.device)]
+        return bool((apart.abs() <= 0.02 * whole.abs().max()).all())
 
     @cached_property
     def worth(self) -> int:
@@ -294,7 +340,14 @@ class Network:
 class Model(Network):
     """The frozen base, its two adapters, their versions; and a separate frozen expert where the recipe names one."""
 
-    def __init__(self, section: ModelSection, seed: int = 0, world: World | None = None, shard: Shard = "none"):
+    def __init__(
+        self,
+        section: ModelSection,
+        seed: int = 0,
+        world: World | None = None,
+        shard: Shard = "none",
+        split: int = 1,
+    ):
         self.section = section
         self.tokenizer = self._read_tokenizer(section)
         super().__init__(section, section.path, place(hardware(section), world or World()), world)
@@ -317,6 +370,7 @@ class Model(Network):
         self._base_digest: str | None = None
         self._shards: list[Any] = []
         self.activate("base")
+        self._group = self._settle_split(1 if self.world.alone else split)
         if shard != "none" and not self.world.alone:
             self._shard(shard)
 
@@ -334,6 +388,26 @@ class Model(Network):
     def sharded(self) -> bool:
         """Whether a forward exchanges weights, so that all ranks must make the same ones."""
         return bool(self._shards)
+
+    def _settle_split(self, size: int) -> Split:
+        """The ranks that share this one's rows in a phase, and only there."""
+        if size == 1:
+            return Split()
+        if self.world.size % size:
+            raise PastError(
+                f"distributed.split = {size}: {self.world.size} processes are no groups of {size}; start a multiple of "
+                f"{size}"
+            )
+        split = Split(size, self.world)
+        self.require(split, self.section.path)
+        if self.expert is not None:
+            self.expert.require(split, self.section.expert or "")
+        return split
+
+    def _share_rows(self, split: Split) -> None:
+        self.split = split
+        if self.expert is not None:
+            self.expert.split = split
 
     def _shard(self, shard: Shard) -> None:
         """Spread the blocks' frozen weights over the ranks. Embeddings, norm and head, which the losses read, stay."""
@@ -487,9 +561,11 @@ class Model(Network):
         self.activate(adapter)
         self._folded = None  # the phase moves the adapter, and its activations need the room
         self._checkpointing(True)
+        self._share_rows(self._group)
         try:
             yield
         finally:
+            self._share_rows(Split())
             self._checkpointing(False)
             self._phase = None
             self.activate("base")

@@ -34,6 +34,7 @@ class Packed:
     ids: Tensor  # [B, L]
     positions: Tensor  # [B, L]
     index: Tensor  # [sum T]
+    lengths: list[int]  # T of each path
     mask: Tensor | None = None  # [B, L]
     segments: list[Segments] = field(default_factory=list[Segments])
 
@@ -55,7 +56,7 @@ def plain(paths: Sequence[Read]) -> Packed:
         mask[row, : len(read)] = 1
     starts = [row * width + len(view.prompt) - 1 for row, (view, _) in enumerate(paths)]
     index = torch.cat([torch.arange(s, s + len(y)) for s, (_, y) in zip(starts, paths, strict=True)])
-    return Packed(ids, torch.arange(width).expand_as(ids), index, mask=mask)
+    return Packed(ids, torch.arange(width).expand_as(ids), index, [len(y) for _, y in paths], mask=mask)
 
 
 class Tree:
@@ -145,7 +146,8 @@ def shared(paths: Sequence[Read], sizes: Sequence[int], worth: int = 1) -> Packe
         ids[row, : len(tree)] = torch.tensor(tree.ids)
         positions[row, : len(tree)] = torch.tensor(tree.positions)
         index += [row * width + column for path in members for column in tree.columns(path)]
-    return Packed(ids, positions, torch.tensor(index), segments=[tree.segments for tree in trees])
+    lengths = [len(y) for _, y in paths]
+    return Packed(ids, positions, torch.tensor(index), lengths, segments=[tree.segments for tree in trees])
 
 
 def spans(segments: Segments) -> Iterator[list[tuple[int, int]]]:

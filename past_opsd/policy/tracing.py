@@ -23,13 +23,14 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward  # pyright: ignore[reportPrivateUsage]
-from torch.nn.attention.bias import CausalBias, causal_lower_right  # pyright: ignore[reportUnknownVariableType]
+from torch.nn.attention.bias import CausalBias
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.flop_counter import flop_registry
 
 from past_opsd.policy import attention
+from past_opsd.policy.attention import causal_lower_right
 
 aten: Any = torch.ops.aten
 Kernel = Literal["flash", "memory-efficient", "math"]

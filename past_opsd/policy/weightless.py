@@ -76,9 +76,9 @@ class Weightless(Model):
     On the CPU it has weights, drawn at random, and so shows what the allocator does.
     """
 
-    def __init__(self, section: ModelSection, world: World | None = None, layers: int | None = None):
+    def __init__(self, section: ModelSection, world: World | None = None, layers: int | None = None, split: int = 1):
         self._count = layers
-        super().__init__(section, world=world)
+        super().__init__(section, world=world, split=split)
 
     def _load(self, section: ModelSection, path: str) -> tuple[Any, nn.Module]:
         return _shapes(section, path, self._count)

@@ -153,7 +153,7 @@ def assemble(
     seed = derive_seed(recipe.run.seed, "adapters") >> 1
     if model is None:
         life.doing(f"loading {recipe.model.path}")
-        model = Model(recipe.model, seed, world, shard=recipe.distributed.shard)
+        model = Model(recipe.model, seed, world, recipe.distributed.shard, recipe.distributed.split)
     notes = templates.require(model.tokenizer, recipe.prompts, model.stops)
     prompts = Prompts(model.tokenizer, recipe.prompts)
     life.doing("reading the data")

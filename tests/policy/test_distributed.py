@@ -134,6 +134,20 @@ def test_a_sharded_base_changes_no_bit_even_where_a_rank_has_nothing_to_do(run):
     assert identical(run(3, TINY), run(3, [*TINY, "distributed.shard='full'", "model.gradient_checkpointing=true"]))
 
 
+@MORE
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        (2, ["distributed.split=2"]),
+        (4, ["distributed.split=4", "model.gradient_checkpointing=true"]),
+        (4, ["distributed.split=2", "distributed.shard='full'", "model.gradient_checkpointing=true"]),
+    ],
+    ids=["two", "four", "two-groups-of-a-sharded-base"],
+)
+def test_processes_that_share_rows_make_the_run_of_one(run, size: int, settings: list[str]):
+    assert_same(run(1, TINY), run(size, [*TINY, *settings]))
+
+
 RECEIVED = """
 import sys
 from past_opsd.core.config import ModelSection

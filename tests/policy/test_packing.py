@@ -7,6 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rounding import assert_rounding
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, GPTNeoXConfig, LlamaConfig
 
 import past_opsd.policy.attention
@@ -105,6 +107,15 @@ def test_padding_sees_something_so_that_no_row_is_empty():
 )
 def test_how_far_prompts_are_the_same(prompts: list[tuple[int, ...]], expected: int):
     assert packing.common_prefix(prompts) == expected
+
+
+def test_the_bias_of_a_long_row_is_torchs_and_takes_no_memory():
+    """torch's own makes a tensor of two numbers a score, which nothing reads."""
+    query, key, value = (torch.randn(1, 2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (3, 5, 6))
+    ours, theirs = past_opsd.policy.attention.causal_lower_right(3, 5), causal_lower_right(3, 5)
+    found, want = (scaled_dot_product_attention(query, key, value[:, :, :5], bias) for bias in (ours, theirs))
+    assert torch.equal(found, want)
+    assert past_opsd.policy.attention.causal_lower_right(10**6, 10**6).untyped_storage().nbytes() == 0
 
 
 def test_the_length_of_a_row_is_what_is_read():

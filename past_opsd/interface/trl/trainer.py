@@ -261,7 +261,7 @@ class PASTTrainer:
         if self._network is None:
             section = self.recipe
             seed = derive_seed(section.run.seed, "adapters") >> 1
-            made = Model(section.model, seed, self.world, shard=section.distributed.shard)
+            made = Model(section.model, seed, self.world, section.distributed.shard, section.distributed.split)
             if path is not None:
                 checkpoint.load_adapters(made, path)
             self._network = made
