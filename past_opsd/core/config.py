@@ -261,6 +261,11 @@ class RolloutSection(Section):
         description="dynamic sampling: most further rounds of a cycle that ask new problems in place of those whose "
         "responses teach the method nothing; 0 keeps the first draw",
     )
+    stream: bool = Field(
+        default=False,
+        description="verify responses as they end, and draw continuations of failed ones while others are still being "
+        "verified or decoded: the same run, in less time",
+    )
     student: Sampling = Field(default=Sampling(), description="how the student samples Y")
     teacher: Sampling = Field(default=Sampling(), description="how the teacher samples C_j")
 

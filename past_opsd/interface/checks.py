@@ -218,6 +218,8 @@ def made_attempt(session: Session, problem: Problem, words: Problem | None = Non
 class Recording:
     """An engine that notes what it was asked and what it answered."""
 
+    streams = False
+
     def __init__(self, engine: Engine):
         self._engine = engine
         self.seen: list[tuple[Request, Sampling, Response]] = []

@@ -95,6 +95,10 @@ class Method:
     explores = False
     """Whether the teacher draws continuations of failed responses."""
 
+    singly = False
+    """Whether `explore` decides for each failed response by that response's own draws alone. It may then be asked of
+    one while others are still being decoded, and once more whenever draws that it asked for are there."""
+
     wide = False
     """Whether the engine decodes many sequences in about the time of one; the loop says so before the first cycle."""
 

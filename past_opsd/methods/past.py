@@ -118,6 +118,8 @@ def build(options: Options, prompts: Prompts, rollout: RolloutSection) -> Past:
 class Past(Method):
     """The cycle's two objectives."""
 
+    singly = True
+
     def __init__(self, options: Options, prompts: Prompts, teacher_temperature: float):
         self._o = options
         self._prompts = prompts

@@ -114,7 +114,7 @@ class Loop:
         phase("draw")
         # Room limits what is explored, never what is distilled: else a tight context would choose by outcome.
         open_ = [a for a in batch.failed if self._room(a) >= self.rollout.teacher.max_new_tokens]
-        groups = self.method.explore(open_, self._draw(k, open_))  # C_j ~ q_k(. | U)
+        groups = self._explore(k, open_)  # C_j ~ q_k(. | U)
         if groups and not _same([group.attempt for group in groups], open_):
             raise PastError("explore() of the method must give a Group for every attempt given, in order, or none")
 
@@ -249,6 +249,9 @@ class Loop:
     def _room(self, attempt: Attempt) -> int:
         """Tokens that the context leaves after the privileged view's prompt."""
         return self.max_context - len(self.method.teacher_view(attempt).prompt)
+
+    def _explore(self, k: int, failed: Sequence[Attempt]) -> list[Group]:
+        return self.method.explore(failed, self._draw(k, failed))
 
     def _draw(self, k: int, failed: Sequence[Attempt]) -> Round:
         """Teacher continuations of the failed attempts, sampled and verified in one batch per round."""

@@ -17,7 +17,7 @@ from past_opsd.run.folder import RunFolder
 
 FREE = frozenset(
     {"name", "description", "run.checkpoint_every", "run.keep_checkpoints", "verifier.workers", "method.ahead"}
-    | {"evaluation.at", "evaluation.pass_k", "evaluation.beside"}
+    | {"evaluation.at", "evaluation.pass_k", "evaluation.beside", "rollout.stream"}
 )
 """Keys of a recipe that may change when a run goes on: they decide what is kept and shown, not what is learned."""
 ROUNDING = frozenset(

@@ -38,6 +38,7 @@ from past_opsd.run.loop import Cycle, Loop
 from past_opsd.run.profiling import Clock, Profile
 from past_opsd.run.record import Recorder
 from past_opsd.run.resume import chosen, continued, differences
+from past_opsd.run.stream import Streaming, why_not
 from past_opsd.tasks import Task
 
 
@@ -169,12 +170,15 @@ def assemble(
     learner = Learner(model, recipe.learner, recipe.run.cycles, drifts)
     around = nullcontext if apart else model.gathered
     lab = Lab(engine, cast(Verifier, verifier), world=world, around=around, tell=life.count)
-    loop = Loop(
+    kind = Streaming if recipe.rollout.stream else Loop
+    loop = kind(
         recipe.run.seed, recipe.rollout, problems, prompts, method, lab, learner, model.max_context, recipe.run.cycles
     )
     loop.publish()
     life.doing("at work")
     told = [learner.note] if learner.note else []
+    if recipe.rollout.stream and (reason := why_not(lab)):
+        told.append(f"rollout.stream = true changes nothing here: {reason}")
     return Session(recipe, model, learner, loop, task, (*notes, *task.notes, *told))
 
 

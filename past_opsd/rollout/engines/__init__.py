@@ -6,9 +6,9 @@ An engine module holds `Options` (its keys in the recipe's `[engine]`, a `config
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from past_opsd.core.config import Sampling
 from past_opsd.core.nouns import Adapter, PastError, Response, View
@@ -22,6 +22,24 @@ class Request:
     seed: int
 
 
+Asked = tuple[Request, Sampling]
+Flow = Generator[list[tuple[int, Response]], Sequence[Asked], None]
+"""Decoding that gives responses as they end, each with its place in the order of asking, and takes further requests in
+exchange. It ends when all have ended and none is given; closed before, it breaks off."""
+
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+def sent(flow: Generator[T, S, None], value: S) -> T | None:
+    """What a generator gives for a value; None after its last."""
+    try:
+        return flow.send(value)
+    except StopIteration:
+        return None
+
+
 class StaleAdapterError(PastError):
     """The engine was asked for an adapter version that it does not serve."""
 
@@ -32,6 +50,8 @@ class Engine(Protocol):
     One with an attribute `tell` calls it with how many of how many responses are drawn, as they come. One with
     `own_weights = True` samples from weights of its own; any other from the trainer's, which are put together for it.
     One with `wide = True` decodes many sequences in about the time of one, as a GPU does.
+    One with `streams = True` has `stream(asked, versions)`, a `Flow`; with `mixes = True` it decodes both adapters'
+    requests together, else it gives what has ended at every step, and those that came first go first.
     """
 
     def publish(self, adapter: Adapter, version: int) -> None:

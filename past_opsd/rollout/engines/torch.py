@@ -11,7 +11,7 @@ are read again when others have ended. The one with the most tokens always stays
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from pydantic import Field
@@ -20,7 +20,7 @@ from past_opsd.core.config import EngineOptions, Sampling
 from past_opsd.core.lazy import Lazy
 from past_opsd.core.nouns import Adapter, PastError, Response, Tokens
 from past_opsd.policy import memory
-from past_opsd.rollout.engines import Request, StaleAdapterError
+from past_opsd.rollout.engines import Asked, Flow, Request, StaleAdapterError, sent
 
 if TYPE_CHECKING:
     import torch
@@ -115,8 +115,15 @@ def _entering(rows: _rows.Rows, free: int, waiting: Sequence[int], lengths: Sequ
     return count if count >= enough or not len(rows) else 0
 
 
+def _side_by_side(places: Sequence[int], requests: Sequence[Request]) -> list[int]:
+    """In an order in which samples of one prompt enter together and share its forward."""
+    return sorted(places, key=lambda i: (len(requests[i].view.prompt), requests[i].view.prompt, i))
+
+
 class TorchEngine:
     """Samples from the trainer's network with one adapter folded in."""
+
+    streams, mixes = True, False
 
     def __init__(self, options: Options, model: Model):
         _rows.require_attention(model)
@@ -143,14 +150,39 @@ class TorchEngine:
         out: list[Response | None] = [None] * len(requests)
         views = [request.view for request in requests]
         for adapter in sorted(served):
-            # Sorting puts samples of one prompt side by side, so that they enter together and share its forward.
-            chosen = [i for i, view in enumerate(views) if view.adapter == adapter]
-            chosen.sort(key=lambda i: (len(views[i].prompt), views[i].prompt, i))
+            chosen = _side_by_side([i for i, view in enumerate(views) if view.adapter == adapter], requests)
             with self._model.sampling(adapter), torch.inference_mode():
-                responses = self._decode([requests[i] for i in chosen], sampling)
-            for i, response in zip(chosen, responses, strict=True):
-                out[i] = response
+                for ended in self._decode([requests[i] for i in chosen], sampling, len(chosen)):
+                    for place, response in self._responses(ended):
+                        out[chosen[place]] = response
         return cast(list[Response], out)
+
+    def stream(self, asked: Sequence[Asked], versions: Mapping[Adapter, int]) -> Flow:
+        """The requests of one adapter after those of the other, so that each is folded in once.
+
+        Requests on prompts that are being decoded join at once; others wait for their turn.
+        """
+        every, waiting = list(asked), list(range(len(asked)))
+        while waiting:
+            (first, sampling) = every[waiting[0]]
+            adapter = first.view.adapter
+            self._check(adapter, versions.get(adapter))
+            alike = [i for i in waiting if (every[i][0].view.adapter, every[i][1]) == (adapter, sampling)]
+            waiting = sorted({*waiting} - {*alike})
+            requests = [request for request, _ in every]
+            places = _side_by_side(alike, requests)
+            views = {requests[i].view for i in places}
+            with self._model.sampling(adapter), torch.inference_mode():
+                decoding = self._decode([requests[i] for i in places], sampling, self._options.batch)
+                joining: Sequence[Request] | None = None
+                while (ended := sent(decoding, joining)) is not None:
+                    more = yield [(places[n], response) for n, response in self._responses(ended)]
+                    new = range(len(every), len(every) + len(more))
+                    every += more
+                    joins = [i for i in new if every[i][0].view in views and every[i][1] == sampling]
+                    waiting += [i for i in new if i not in joins]
+                    places += joins
+                    joining = [every[i][0] for i in joins]
 
     def metrics(self) -> dict[str, float]:
         """How often a sequence was set aside for want of memory, and the tokens read again for that; none if never."""
@@ -194,53 +226,67 @@ class TorchEngine:
             )
         return _rows.Rows(self._model, prompts, limit, room, sizes)
 
-    def _decode(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:
-        """Responses in order; whoever ends makes room for those who wait."""
-        limit, prompts = sampling.max_new_tokens, [request.view.prompt for request in requests]
-        rows = self._make_rows(prompts, limit)
-        seats = _Seats(min(self._options.batch, len(requests)), limit, self._model.device)
+    def _decode(
+        self, asked: Sequence[Request], sampling: Sampling, seats: int
+    ) -> Generator[dict[int, Drawn], Sequence[Request] | None, None]:
+        """What has ended at each step, by its place in the order asked; whoever ends makes room for those who wait.
+
+        What is sent joins those who wait; its prompts are among those asked at first.
+        """
+        limit, requests = sampling.max_new_tokens, list(asked)
+        rows = self._make_rows([request.view.prompt for request in requests], limit)
+        seated = _Seats(min(self._options.batch, seats), limit, self._model.device)
         waiting = list(range(len(requests)))[::-1]  # the next one stands last
-        lengths = [len(prompt) for prompt in prompts]  # with what they had drawn when they were set aside
-        drawn: dict[int, Drawn] = {}  # of those who have ended, and of those set aside
+        lengths = [
+            len(request.view.prompt) for request in requests
+        ]  # with what they had drawn when they were set aside
+        drawn: dict[int, Drawn] = {}  # of those set aside
         ended = 0
         logits = torch.zeros(0, device=self._model.device)
         self.tell(0, len(requests))
         while waiting or len(rows):
             self._model.tick()
-            count = _entering(rows, seats.free, waiting, lengths)
+            count = _entering(rows, seated.free, waiting, lengths)
             if count:
                 taken = [waiting.pop() for _ in range(count)]
                 begun = [drawn.pop(i, ([], [])) for i in taken]
-                seats.take(taken, [requests[i].seed for i in taken], begun)
-                first = rows.enter([prompts[i] + tuple(tokens) for i, (tokens, _) in zip(taken, begun, strict=True)])
+                seated.take(taken, [requests[i].seed for i in taken], begun)
+                first = rows.enter(
+                    [requests[i].view.prompt + tuple(tokens) for i, (tokens, _) in zip(taken, begun, strict=True)]
+                )
                 logits = torch.cat([logits, first]) if len(logits) else first
-            choice = seats.draw(logits, sampling)
-            over = torch.isin(choice, self._eos) | (seats.age == limit)
+            choice = seated.draw(logits, sampling)
+            over = torch.isin(choice, self._eos) | (seated.age == limit)
+            done: dict[int, Drawn] = {}
             if bool(over.any()):
                 gone = over.nonzero().squeeze(1)
-                done = seats.leave(gone, order := rows.leave(gone))
-                drawn |= done
+                done = seated.leave(gone, order := rows.leave(gone))
                 ended += len(done)
                 choice = choice[order]
                 self.tell(ended, len(requests))
             excess = rows.excess()
             if excess:
-                gone = seats.youngest(excess)
-                aside = seats.leave(gone, order := rows.leave(gone))
+                gone = seated.youngest(excess)
+                aside = seated.leave(gone, order := rows.leave(gone))
                 drawn |= aside
                 choice = choice[order]
                 waiting += aside  # those with the most tokens last: they are the first to go on
                 for i, (tokens, _) in aside.items():
-                    lengths[i] = len(prompts[i]) + len(tokens)
+                    lengths[i] = len(requests[i].view.prompt) + len(tokens)
                 self._evictions += len(aside)
                 self._recomputed += sum(lengths[i] for i in aside)
             logits = rows.step(choice) if len(rows) else logits[:0]
-        return self._responses([drawn[i] for i in range(len(requests))])
+            for request in (yield done) or ():
+                waiting.insert(0, len(requests))
+                requests.append(request)
+                lengths.append(len(request.view.prompt))
 
-    def _responses(self, drawn: Sequence[tuple[list[int], list[float]]]) -> list[Response]:
+    def _responses(self, drawn: Mapping[int, Drawn]) -> list[tuple[int, Response]]:
+        if not drawn:
+            return []
         ends = set(cast(list[int], self._eos.tolist()))
-        texts = self._model.tokenizer.batch_decode([ids for ids, _ in drawn], skip_special_tokens=True)
+        texts = self._model.tokenizer.batch_decode([ids for ids, _ in drawn.values()], skip_special_tokens=True)
         return [
-            Response(tuple(ids), text, tuple(logps), ids[-1] in ends)
-            for (ids, logps), text in zip(drawn, texts, strict=True)
+            (place, Response(tuple(ids), text, tuple(logps), ids[-1] in ends))
+            for (place, (ids, logps)), text in zip(drawn.items(), texts, strict=True)
         ]

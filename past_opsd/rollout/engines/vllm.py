@@ -12,15 +12,16 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from past_opsd.core.config import Sampling
 from past_opsd.core.lazy import Lazy
 from past_opsd.core.losses import at_tokens
 from past_opsd.core.nouns import Adapter, PastError, Response, Tokens, View, derive_seed
-from past_opsd.rollout.engines import Request, StaleAdapterError
+from past_opsd.rollout.engines import Asked, Flow, Request, StaleAdapterError, sent
 from past_opsd.rollout.engines.vllm_backend import (
     Backend,
     Draw,
@@ -28,6 +29,7 @@ from past_opsd.rollout.engines.vllm_backend import (
     Options,
     Probe,
     Served,
+    Stream,
     share,
     trainer_needs,
 )
@@ -95,7 +97,7 @@ def _share(model: Model) -> float:
 class VllmEngine:
     """Publishes the trainer's adapters to vLLM and samples from them."""
 
-    own_weights = True
+    own_weights, mixes = True, True
 
     def __init__(self, options: Options, model: Model, connect: Callable[[Served, float], Backend]):
         self._options = options
@@ -142,12 +144,37 @@ class VllmEngine:
     def sample(
         self, requests: Sequence[Request], sampling: Sampling, versions: Mapping[Adapter, int]
     ) -> list[Response]:
-        wanted: set[Adapter] = {request.view.adapter for request in requests}
-        served = {adapter: self._current(adapter, versions.get(adapter)) for adapter in wanted}
-        draws = [Draw(served[r.view.adapter], r.view.prompt, r.seed) for r in requests]
+        draws = [draw for draw, _ in self._draws([(request, sampling) for request in requests], versions)]
         responses = self._responses(self._backend.draw(draws, sampling)) if draws else []
         self._compare(requests, responses, sampling.temperature or 1.0)
         return responses
+
+    @property
+    def streams(self) -> bool:
+        """Servers answer request by request; vLLM in this process gives a batch at once."""
+        return hasattr(self._backend, "stream")
+
+    def stream(self, asked: Sequence[Asked], versions: Mapping[Adapter, int]) -> Flow:
+        """Both adapters' requests together; some responses are compared with the trainer at the end."""
+        every, found = list(asked), dict[int, Response]()
+        backend: Any = self._backend
+        with closing(cast(Stream, backend.stream(self._draws(asked, versions)))) as decoding:
+            ended = next(decoding, None)
+            while ended is not None:
+                responses = self._responses([drawn for _, drawn in ended]) if ended else []
+                new = [(place, response) for (place, _), response in zip(ended, responses, strict=True)]
+                found |= new
+                more = yield new
+                every += more
+                ended = sent(decoding, self._draws(more, versions))
+        for sampling in dict.fromkeys(sampling for _, sampling in every):
+            alike = [i for i, (_, other) in enumerate(every) if other == sampling]
+            self._compare([every[i][0] for i in alike], [found[i] for i in alike], sampling.temperature or 1.0)
+
+    def _draws(self, asked: Sequence[Asked], versions: Mapping[Adapter, int]) -> list[tuple[Draw, Sampling]]:
+        wanted: set[Adapter] = {request.view.adapter for request, _ in asked}
+        served = {adapter: self._current(adapter, versions.get(adapter)) for adapter in wanted}
+        return [(Draw(served[r.view.adapter], r.view.prompt, r.seed), sampling) for r, sampling in asked]
 
     def _responses(self, drawn: Sequence[Drawn]) -> list[Response]:
         stops = self._model.stops

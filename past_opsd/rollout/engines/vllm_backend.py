@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -205,8 +205,12 @@ class Drawn:
     top: Mapping[int, float]
 
 
+Stream = Generator[list[tuple[int, Drawn]], Sequence[tuple[Draw, Sampling]], None]
+"""Answers as they come, with their places in the order of asking; takes further draws in exchange."""
+
+
 class Backend(Protocol):
-    """A way to reach vLLM."""
+    """A way to reach vLLM; one that answers draw by draw has `stream(draws)` too."""
 
     def load(self, served: Served) -> None:
         """Serve an adapter, after its probes agreed with the trainer."""

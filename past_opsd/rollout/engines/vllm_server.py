@@ -9,20 +9,34 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import queue
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 from past_opsd.core.config import Sampling
 from past_opsd.core.nouns import PastError
-from past_opsd.rollout.engines.vllm_backend import GREEDY, SEED, TOP, Draw, Drawn, Options, Served, parameters, silence
+from past_opsd.rollout.engines.vllm_backend import (
+    GREEDY,
+    SEED,
+    TOP,
+    Draw,
+    Drawn,
+    Options,
+    Served,
+    Stream,
+    parameters,
+    silence,
+)
 
+TICK = 0.02
+"""Seconds between two looks at what others found meanwhile, verdicts say."""
 SHORT = 10.0
 """Seconds for what a healthy server answers at once."""
 
@@ -67,12 +81,38 @@ class ServerBackend:
             try:
                 return [future.result() for future in futures]
             except BaseException:
-                self._stopping.set()
-                for future in futures:
-                    future.cancel()
-                for server in self._servers:
-                    server.hang_up()
+                self._break_off(futures)
                 raise
+
+    def stream(self, asked: Sequence[tuple[Draw, Sampling]]) -> Stream:
+        """Answers as they come, with their places in the order of asking; what is sent is asked as well.
+
+        At most `in_flight` requests are with a server, the others wait here.
+        """
+        self._stopping.clear()
+        ended: queue.SimpleQueue[Future[Drawn]] = queue.SimpleQueue()
+        places: dict[Future[Drawn], int] = {}
+        count = 0
+        with ThreadPoolExecutor(self._in_flight * len(self._servers), thread_name_prefix="past-vllm") as pool:
+            try:
+                while True:
+                    for draw, sampling in asked:
+                        future = pool.submit(self._ask, draw, parameters(sampling, self._stop, 0))
+                        places[future], count = count, count + 1
+                        future.add_done_callback(ended.put)
+                    if not places:
+                        return
+                    asked = yield [(places.pop(future), future.result()) for future in _ready(ended)]
+            except BaseException:
+                self._break_off(places)
+                raise
+
+    def _break_off(self, futures: Iterable[Future[Drawn]]) -> None:
+        self._stopping.set()
+        for future in futures:
+            future.cancel()
+        for server in self._servers:
+            server.hang_up()
 
     def _ask(self, draw: Draw, settings: Mapping[str, Any]) -> Drawn:
         return self._servers[draw.seed % len(self._servers)].complete(draw, settings)
@@ -304,6 +344,16 @@ class Server:
             with self._guard:
                 self._open.discard(connection)
             connection.close()
+
+
+def _ready(ended: queue.SimpleQueue[Future[Drawn]]) -> list[Future[Drawn]]:
+    """What has ended by now, or within `TICK`."""
+    out: list[Future[Drawn]] = []
+    with suppress(queue.Empty):
+        out.append(ended.get(timeout=TICK))
+        while True:
+            out.append(ended.get_nowait())
+    return out
 
 
 def _drawn(choice: Mapping[str, Any]) -> Drawn:

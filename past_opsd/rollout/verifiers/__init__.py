@@ -34,7 +34,11 @@ class Reason(StrEnum):
 
 
 class Verifier(Protocol):
-    """Decides R. Bad model output is a verdict, never an exception."""
+    """Decides R. Bad model output is a verdict, never an exception.
+
+    One with `apart = True` computes in processes of its own and may be asked from another thread, one call at a time:
+    while responses are decoded, say.
+    """
 
     identity: str
     """Names the verifier, every setting that can change a verdict, and the versions of what it computes with."""

@@ -70,6 +70,8 @@ class Options(Section):
 class BoxedMath(Closing):
     """See the module's docstring; satisfies `Verifier`."""
 
+    apart = True
+
     def __init__(self, options: Options) -> None:
         self.options = options
         settings = options.model_dump(include=set(Options.model_fields) - {"workers"})

@@ -83,6 +83,7 @@ class Function(Closing):
                 argument=json.dumps(bound),
                 advice=f"verifier.path = '{options.path}' must be importable here (package.module:function).",
             )
+        self.apart = isinstance(self._pool, WorkerPool)
         self._told: set[str] = set()
         (source,) = self._pool.run([(json.dumps({"about": True}),)])
         if isinstance(source, Lost):

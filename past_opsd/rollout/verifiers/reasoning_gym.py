@@ -34,6 +34,8 @@ class Options(Section):
 class Gym(Closing):
     """See the module's docstring; satisfies `Verifier`."""
 
+    apart = True
+
     def __init__(self, options: Options) -> None:
         if importlib.util.find_spec("reasoning_gym") is None:
             raise PastError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -12,7 +13,7 @@ from rollout.engines.parts import ADAPTERS, move, publish
 from past_opsd.core.config import Sampling
 from past_opsd.core.nouns import View
 from past_opsd.policy.model import Model
-from past_opsd.rollout.engines import Engine, Request, StaleAdapterError
+from past_opsd.rollout.engines import Engine, Request, StaleAdapterError, sent
 from past_opsd.rollout.engines._draw import cut as cut_support
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM and what it imports warn about themselves
@@ -55,6 +56,41 @@ def test_the_seed_decides_the_sample(engine: Engine, model: Model, requests: lis
     other = [Request(r.view, r.seed + 1) for r in requests]
     moved = [r.tokens for r in engine.sample(other, HOT, model.versions)]
     assert sum(a != b for a, b in zip(first, moved, strict=True)) > len(requests) // 2
+
+
+def test_what_joins_a_stream_draws_what_it_draws_in_a_batch(engine: Engine, model: Model, requests: list[Request]):
+    """Requests of the three policies come one after the other, each when another has ended."""
+    if not engine.streams:
+        pytest.skip("it gives a batch at once")
+    expected = engine.sample(requests, HOT, model.versions)
+    waiting = [(i, sampling) for i in range(8, len(requests)) for sampling in (HOT, SAMPLING)]
+    asked = [(i, HOT) for i in range(8)]
+    cold = engine.sample(requests[8:], SAMPLING, model.versions)
+    flow = engine.stream([(requests[i], sampling) for i, sampling in asked], model.versions)
+    found, ended = {}, next(flow)
+    while ended is not None:
+        found |= dict(ended)
+        new = [waiting.pop(0) for _ in ended if waiting] or waiting[: 0 if len(found) < len(asked) else 1]
+        waiting = [one for one in waiting if one not in new]
+        asked += new
+        ended = sent(flow, [(requests[i], sampling) for i, sampling in new])
+    assert len(found) == len(asked) == 8 + 2 * len(cold)
+    for place, (i, sampling) in enumerate(asked):
+        wanted = expected[i] if sampling is HOT else cold[i - 8]
+        assert (found[place].tokens, found[place].text) == (wanted.tokens, wanted.text)
+        np.testing.assert_allclose(found[place].logprobs, wanted.logprobs, atol=1e-4)
+    engine.sample(requests[:2], HOT, model.versions)
+
+
+def test_a_stream_can_be_broken_off(engine: Engine, model: Model, requests: list[Request]):
+    if not engine.streams:
+        pytest.skip("it gives a batch at once")
+    flow = engine.stream([(request, HOT) for request in requests], model.versions)
+    next(flow)
+    flow.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("past-vllm")]
+    assert not torch.is_inference_mode_enabled()
+    engine.sample(requests[:2], HOT, model.versions)
 
 
 @pytest.mark.parametrize(
