@@ -174,7 +174,7 @@ def assemble(
     )
     loop.publish()
     life.doing("at work")
-    told = [learner.note] if learner.note else []
+    told = [note for note in (learner.note, getattr(engine, "note", "")) if note]
     return Session(recipe, model, learner, loop, task, (*notes, *task.notes, *told))
 
 

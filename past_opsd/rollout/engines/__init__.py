@@ -32,6 +32,8 @@ class Engine(Protocol):
     One with an attribute `tell` calls it with how many of how many responses are drawn, as they come. One with
     `own_weights = True` samples from weights of its own; any other from the trainer's, which are put together for it.
     One with `wide = True` decodes many sequences in about the time of one, as a GPU does.
+    One with a method `sleep` is told so before every optimizer step, and wakes by itself when it is next asked.
+    One with a `note` has something to say to a person before the run.
     """
 
     def publish(self, adapter: Adapter, version: int) -> None:
