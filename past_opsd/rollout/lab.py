@@ -45,6 +45,11 @@ class Lab:
     def _drawn(self, done: int, total: int) -> None:
         self.tell(done, total, "responses")
 
+    def rest(self) -> None:
+        """An optimizer step follows: an engine that shares the trainer's memory may leave it until it is next asked."""
+        if hasattr(self.engine, "sleep"):
+            getattr(self.engine, "sleep")()  # noqa: B009
+
     def attempt(self, work: Sequence[Work], sampling: Sampling, versions: Mapping[Adapter, int]) -> list[Attempt]:
         """One verified attempt per item, in order: every rank gets all of them, whoever sampled."""
         if not work:

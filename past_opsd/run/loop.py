@@ -143,6 +143,7 @@ class Loop:
         """One optimizer step, and how many positions its terms with two views supervise and leave out."""
         aligned = [self.align(term) for term in terms]
         compared = [term for term in aligned if term.frozen is not None and term.weight]
+        self.lab.rest()
         metrics = self.learner.step(phase, [term for term in aligned if term.supervised])
         if compared:
             metrics[f"{phase}/supervised"] = sum(term.supervised for term in compared)
@@ -203,6 +204,7 @@ class Loop:
 
     def step(self, phase: Adapter, terms: Sequence[Term]) -> dict[str, float]:
         """One optimizer step outside a cycle, published at once."""
+        self.lab.rest()
         metrics = self.learner.step(phase, terms)
         self.publish()
         return metrics

@@ -22,7 +22,7 @@ FREE = frozenset(
 """Keys of a recipe that may change when a run goes on: they decide what is kept and shown, not what is learned."""
 ROUNDING = frozenset(
     {"run.threads", "learner.token_budget", "learner.loss_memory_mib", "learner.shared_prompts", "engine.batch"}
-    | {"model.gradient_checkpointing", "engine.memory_gib"}
+    | {"model.gradient_checkpointing", "engine.memory_gib", "engine.sleep"}
 )
 """Keys that may change too, at the price of the last bits: the same sums in another order."""
 SETTLED = frozenset({"model.dtype", "model.attention", "model.lora.compute", "learner.implementation"})

@@ -176,7 +176,7 @@ def assemble(
     )
     loop.publish()
     life.doing("at work")
-    told = [learner.note] if learner.note else []
+    told = [note for note in (learner.note, getattr(engine, "note", "")) if note]
     if recipe.rollout.stream and (reason := why_not(lab)):
         told.append(f"rollout.stream = true changes nothing here: {reason}")
     return Session(recipe, model, learner, loop, task, (*notes, *task.notes, *told))

@@ -449,6 +449,7 @@ HERE = {  # what an honoured field changes in the recipe
     "vllm_server_port": (5, "engine.urls", ["http://127.0.0.1:5"]),
     "vllm_server_timeout": (5, "engine.patience_seconds", 5.0),
     "vllm_gpu_memory_utilization": (0.5, "engine.gpu_memory_utilization", 0.5),
+    "vllm_enable_sleep_mode": (True, "engine.sleep", "keep"),
     "vllm_max_model_length": (50, "engine.max_model_len", 50),
     "vllm_tensor_parallel_size": (2, "engine.arguments", {"tensor_parallel_size": 2}),
     "loss_type": ("dapo", "learner.reduction", "token"),
@@ -457,6 +458,7 @@ TOGETHER = {  # what must be set too for a field to mean something
     "eval_strategy": {"max_steps": 6},
     "num_train_epochs": {"max_steps": -1},
     "vllm_gpu_memory_utilization": {"use_vllm": True},
+    "vllm_enable_sleep_mode": {"use_vllm": True},
     "vllm_max_model_length": {"use_vllm": True},
     "vllm_tensor_parallel_size": {"use_vllm": True},
 } | {

@@ -24,6 +24,29 @@ def test_a_cycle_takes_one_step_per_phase_and_publishes_both(past: Session):
     past.loop.lab.engine.sample([Request(attempts[0].view, 1)], past.recipe.rollout.student, past.model.versions)
 
 
+def test_the_engine_may_rest_before_every_step_and_is_asked_only_between_them(small_recipe, monkeypatch):
+    """One that shares the trainer's memory: adapt and distill follow a `sleep`, and nothing is sampled in between."""
+    with session(small_recipe("embedded/past")) as parts:
+        engine, said = parts.loop.lab.engine, []
+
+        def heard(owner, name: str) -> None:
+            real = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *a: (said.append(name), real(*a))[1])
+
+        monkeypatch.setattr(engine, "sleep", lambda: said.append("sleep"), raising=False)
+        heard(engine, "sample")
+        heard(engine, "publish")
+        heard(parts.learner, "step")
+        parts.loop.cycle(0)
+        assert said.count("sample") > 1, "no continuation was drawn: the order says little"
+        while said[0] == "sample":
+            said.pop(0)
+        assert said == ["sleep", "step", "sleep", "step", "publish", "publish"]
+        said.clear()
+        parts.loop.step("student", [])
+        assert said == ["sleep", "step", "publish", "publish"]
+
+
 def test_an_epoch_visits_every_problem_once_and_follows_from_the_cycle_alone(past: Session):
     size, n = past.recipe.rollout.problems_per_cycle, len(past.loop.problems)
     cycles = n // size

@@ -108,6 +108,7 @@ class PASTConfig:
     vllm_server_timeout: float = 240.0
     vllm_gpu_memory_utilization: float = 0.3
     vllm_max_model_length: int | None = None
+    vllm_enable_sleep_mode: bool = False
     vllm_tensor_parallel_size: int = 1
     fsdp: str | None = field(default=None, metadata={"help": "full_shard spreads the frozen base"})
     ddp_timeout: int = 1800
@@ -400,6 +401,7 @@ def _engine(args: PASTConfig) -> dict[str, Any]:
     if mode == "local":
         arguments = {"tensor_parallel_size": args.vllm_tensor_parallel_size}
         out |= {"arguments": arguments} if args.vllm_tensor_parallel_size > 1 else {}
+        out |= {"sleep": "keep"} if args.vllm_enable_sleep_mode else {}
         return out | {"gpu_memory_utilization": args.vllm_gpu_memory_utilization}
     host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host
     urls = args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}"

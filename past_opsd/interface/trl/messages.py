@@ -73,6 +73,7 @@ ARGUMENTS: Mapping[str, str] = {
     "engine.urls": "vllm_server_base_url",
     "engine.max_model_len": "vllm_max_model_length",
     "engine.gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "engine.sleep": "vllm_enable_sleep_mode",
     "engine.patience_seconds": "vllm_server_timeout",
     "distributed.timeout_seconds": "ddp_timeout",
     "distributed.shard": "fsdp",

@@ -52,6 +52,8 @@ class Engine(Protocol):
     One with `wide = True` decodes many sequences in about the time of one, as a GPU does.
     One with `streams = True` has `stream(asked, versions)`, a `Flow`; with `mixes = True` it decodes both adapters'
     requests together, else it gives what has ended at every step, and those that came first go first.
+    One with a method `sleep` is told so before every optimizer step, and wakes by itself when it is next asked.
+    One with a `note` has something to say to a person before the run.
     """
 
     def publish(self, adapter: Adapter, version: int) -> None:

@@ -33,6 +33,7 @@ from past_opsd.rollout.engines.vllm_backend import (
     share,
     trainer_needs,
 )
+from past_opsd.rollout.engines.vllm_sleep import level
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,21 +76,26 @@ def build(options: Options, model: Model) -> VllmEngine:
 
             own = options.model_copy(update={"in_flight": max(1, options.in_flight // model.world.size)})
             return ServerBackend(own, stop, base, bound, model.max_context)
-        from past_opsd.rollout.engines.vllm_local import LocalBackend
+        from past_opsd.rollout.engines.vllm_local import LocalBackend, able
 
-        part = options.gpu_memory_utilization or _share(model)
-        return LocalBackend(options, model.section, stop, base, bound, model.max_context, part)
+        deep = level(options.sleep, able)
+        part = options.gpu_memory_utilization or _share(model, deep > 0)
+        return LocalBackend(options, model.section, stop, base, bound, model.max_context, part, deep)
 
     return VllmEngine(options, model, connect)
 
 
-def _share(model: Model) -> float:
-    """vLLM's part of the trainer's GPU; of anything else vLLM takes what its own settings say, and this is not read."""
+def _share(model: Model, sleeps: bool) -> float:
+    """vLLM's part of the trainer's GPU; of anything else vLLM takes what its own settings say, and this is not read.
+
+    Where it sleeps while steps run, the trainer only compares responses beside it.
+    """
     if model.device.type != "cuda":
         return ELSEWHERE
     text, width = model.config.get_text_config(), model.head.element_size()
     layers, hidden = text.num_hidden_layers, text.hidden_size
-    needs = trainer_needs(model.sizes["adapter"], model.max_context, layers, hidden, width)
+    tokens = min(model.max_context, COMPARED_TOKENS) if sleeps else model.max_context
+    needs = trainer_needs(model.sizes["adapter"], tokens, layers, hidden, width)
     free, total = torch.cuda.mem_get_info(model.device)
     return share(total, free, needs, width * model.sizes["base"])
 
@@ -113,6 +119,7 @@ class VllmEngine:
             self._removal = weakref.finalize(self, shutil.rmtree, self._folder, True)
         bare = Served("base", 0, 0, "", None, self._probes("base"))
         self._backend = connect(bare, self._bound)
+        self.note = self._backend.note
         self._served: dict[Adapter, Served] = {"base": self._zeros(bare)}
         self._load(self._served["base"])
 
@@ -126,6 +133,7 @@ class VllmEngine:
         if old is not None and (old.version, old.bits) == (version, bits):
             return
         new = self._write(adapter, version, bits)
+        self._backend.wake()
         self._load(new)
         self._served[adapter] = new
         if old is not None:
@@ -145,6 +153,7 @@ class VllmEngine:
         self, requests: Sequence[Request], sampling: Sampling, versions: Mapping[Adapter, int]
     ) -> list[Response]:
         draws = [draw for draw, _ in self._draws([(request, sampling) for request in requests], versions)]
+        self._backend.wake()
         responses = self._responses(self._backend.draw(draws, sampling)) if draws else []
         self._compare(requests, responses, sampling.temperature or 1.0)
         return responses
@@ -175,6 +184,10 @@ class VllmEngine:
         wanted: set[Adapter] = {request.view.adapter for request, _ in asked}
         served = {adapter: self._current(adapter, versions.get(adapter)) for adapter in wanted}
         return [(Draw(served[r.view.adapter], r.view.prompt, r.seed), sampling) for r, sampling in asked]
+
+    def sleep(self) -> None:
+        """Leave memory to the steps that follow; it wakes when it is next asked to publish or sample."""
+        self._backend.sleep()
 
     def _responses(self, drawn: Sequence[Drawn]) -> list[Response]:
         stops = self._model.stops

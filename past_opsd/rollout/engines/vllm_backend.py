@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from past_opsd.core.config import EngineOptions, ModelSection, Sampling
 from past_opsd.core.lazy import Lazy
 from past_opsd.core.nouns import PastError, Tokens
 from past_opsd.policy.memory import GIB
 from past_opsd.policy.pretrained import hardware, locate
+from past_opsd.rollout.engines.vllm_sleep import Wish
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,6 +82,12 @@ class Options(EngineOptions):
         le=1,
         description="vLLM's share of the GPU; default: inside this process what the trainer leaves, else vLLM's own",
     )
+    sleep: Wish = Field(
+        default="none",
+        description="inside this process, while optimizer steps run: 'keep' frees vLLM's keys and values and moves its "
+        "weights to the host (vLLM's level 1), 'drop' frees both and reads the weights again (level 2), 'auto' is "
+        "'keep' where this build of vLLM can sleep",
+    )
     arguments: dict[str, Any] = Field(
         default={}, description="further arguments of vLLM, e.g. { tensor_parallel_size = 2 }"
     )
@@ -131,6 +138,12 @@ class Options(EngineOptions):
         if "trust_remote_code" in arguments:
             raise ValueError("'trust_remote_code' is decided by model.trust_remote_code")
         return arguments
+
+    @model_validator(mode="after")
+    def _whose(self) -> Options:
+        if self.mode == "server" and self.sleep in ("keep", "drop"):
+            raise ValueError(f"sleep = '{self.sleep}' is for mode = 'local': servers have memory of their own")
+        return self
 
     @property
     def elsewhere(self) -> bool:
@@ -212,6 +225,11 @@ Stream = Generator[list[tuple[int, Drawn]], Sequence[tuple[Draw, Sampling]], Non
 class Backend(Protocol):
     """A way to reach vLLM; one that answers draw by draw has `stream(draws)` too."""
 
+    @property
+    def note(self) -> str:
+        """What a person should know before the run."""
+        ...
+
     def load(self, served: Served) -> None:
         """Serve an adapter, after its probes agreed with the trainer."""
         ...
@@ -222,6 +240,14 @@ class Backend(Protocol):
 
     def draw(self, draws: Sequence[Draw], sampling: Sampling) -> list[Drawn]:
         """One answer per draw, in order."""
+        ...
+
+    def sleep(self) -> None:
+        """Leave memory to the trainer until `wake`, where it is the trainer's too."""
+        ...
+
+    def wake(self) -> None:
+        """Be ready to load and draw."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -242,8 +268,8 @@ def share(total: int, free: int, trainer: int, weights: int) -> float:
         raise PastError(
             f"engine.mode = 'local': of {total / GIB:.1f} GiB of GPU memory {free / GIB:.1f} are free and the trainer "
             f"will take about {trainer / GIB:.1f} of them, but vLLM needs {least / GIB:.1f} for another copy of the "
-            "model: use engine.name = 'torch', or servers on other GPUs (engine.mode = 'server'), or set "
-            "engine.gpu_memory_utilization yourself"
+            "model: let it sleep while steps run (engine.sleep = 'auto'), or use engine.name = 'torch', or servers on "
+            "other GPUs (engine.mode = 'server'), or set engine.gpu_memory_utilization yourself"
         )
     return min(MOST, left / total)
 

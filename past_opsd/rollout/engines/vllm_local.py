@@ -23,6 +23,7 @@ from past_opsd.rollout.engines.vllm_backend import (
     environment,
     parameters,
 )
+from past_opsd.rollout.engines.vllm_sleep import UNABLE, Sleeper
 
 
 class LocalBackend:
@@ -37,9 +38,11 @@ class LocalBackend:
         bound: float,
         context: int,
         share: float,
+        deep: int,
     ):
         self._stop = stop
         self._bound = bound
+        self._served: dict[int, Served] = {}
         self._requests: dict[int, Any] = {0: None}
         self._probed: list[float] = []
         chosen = {"max_model_len": context, "gpu_memory_utilization": share} | arguments(section, options)
@@ -47,11 +50,19 @@ class LocalBackend:
         # vLLM's engine core would otherwise start a process, where the trainer cannot see its errors.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its pages of settings would bury the run's own lines
-        self._llm = _start(chosen)
+        self.note = f"engine.sleep = 'auto': {UNABLE}; it stays awake" if options.sleep == "auto" and not deep else ""
+        self._llm = _start(chosen | ({"enable_sleep_mode": True} if deep else {}))
+        self._sleeper = Sleeper(self._llm, deep, self._again)
         try:
             self._probe(base)
         except (RuntimeError, ValueError) as error:
             raise PastError(f"vLLM started, but cannot run '{chosen['model']}': {error}") from error
+
+    def sleep(self) -> None:
+        self._sleeper.sleep()
+
+    def wake(self) -> None:
+        self._sleeper.wake()
 
     def load(self, served: Served) -> None:
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
@@ -60,12 +71,13 @@ class LocalBackend:
         # vLLM hangs on the call after a generate() with an adapter it cannot load, so loading comes first.
         if not self._llm.llm_engine.add_lora(request):
             raise PastError(f"vLLM did not load {served.folder}; look at its messages above")
-        self._requests[served.number] = request
+        self._served[served.number], self._requests[served.number] = served, request
         self._probe(served)
 
     def unload(self, served: Served) -> None:
-        del self._requests[served.number]
-        self._llm.llm_engine.remove_lora(served.number)
+        del self._served[served.number], self._requests[served.number]
+        if not self._sleeper.asleep:  # only at the end is it asked so, and goes with its adapters
+            self._llm.llm_engine.remove_lora(served.number)
 
     def draw(self, draws: Sequence[Draw], sampling: Sampling, top: int = 0) -> list[Drawn]:
         from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
@@ -90,12 +102,38 @@ class LocalBackend:
         del self._llm
         cleanup_dist_env_and_memory()
 
+    def _again(self) -> None:
+        """Weights that were read again have no adapters."""
+        for served in list(self._served.values()):
+            self.load(served)
+
     def _probe(self, served: Served) -> None:
         drawn = self.draw([Draw(served, probe.prompt, 0) for probe in served.probes], GREEDY, TOP)
         self._probed.append(served.check([d.top for d in drawn], self._bound, "vLLM in this process"))
 
 
+def able() -> bool:
+    """Whether this build of vLLM can sleep: its platform says so, and where that takes an allocator, it is built in."""
+    _class()  # the message, where vLLM is not there
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    if not current_platform.is_sleep_mode_available():
+        return False
+    return not current_platform.is_cuda_alike() or current_platform.is_cumem_allocator_available()
+
+
 def _start(chosen: dict[str, Any]) -> Any:
+    llm = _class()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return llm(**chosen)
+        except (RuntimeError, ValueError, TypeError, OSError) as error:
+            raise PastError(f"vLLM cannot serve '{chosen['model']}': {error}") from error
+
+
+def _class() -> Any:
+    """vLLM's engine, where vLLM is there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -104,10 +142,7 @@ def _start(chosen: dict[str, Any]) -> Any:
             raise PastError(
                 f"engine.name = 'vllm' needs vLLM ({error}): pip install 'past-opsd[vllm]'; see docs/vllm.md"
             ) from None
-        try:
-            return LLM(**chosen)
-        except (RuntimeError, ValueError, TypeError, OSError) as error:
-            raise PastError(f"vLLM cannot serve '{chosen['model']}': {error}") from error
+        return LLM
 
 
 def _drawn(output: Any) -> Drawn:

@@ -56,6 +56,8 @@ class StoppedError(Exception):
 class ServerBackend:
     """Requests spread over servers by their seeds, adapters loaded on all."""
 
+    note = ""
+
     def __init__(self, options: Options, stop: Sequence[int], base: Served, bound: float, context: int):
         self._stop = stop
         self._stopping = threading.Event()
@@ -122,6 +124,10 @@ class ServerBackend:
         probed = [distance for distances, _ in taken for distance in distances]
         out: dict[str, float] = {"engine/retries": sum(retries for _, retries in taken)}
         return ({"engine/probe_mean_abs": max(probed)} if probed else {}) | out
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
 
     def close(self) -> None: ...
 
