@@ -230,6 +230,28 @@ def trace(parser: ArgumentParser) -> None:
     _overrides(parser)
 
 
+def simulate(parser: ArgumentParser) -> None:
+    """`past simulate`, beside the recipe."""
+    parser.add_argument("--gpus", default="1,8,64", help="numbers of GPUs, comma-separated (default %(default)s)")
+    parser.add_argument(
+        "--gpu", default="H100-80GB", help="whose data sheet (default %(default)s; a wrong name lists them)"
+    )
+    for name, value, what in (
+        ("mean", 0.6, "mean length as a share of max_new_tokens, which cuts longer ones"),
+        ("spread", 0.5, "standard deviation of the lengths' logarithm"),
+        ("solved", 0.5, "share of the student's responses that are right"),
+        ("success", 0.4, "share of the teacher's continuations that are right"),
+        ("verdict", 0.05, "mean seconds of a verdict"),
+    ):
+        parser.add_argument(f"--{name}", type=float, default=value, help=f"{what} (default %(default)s)")
+    parser.add_argument(
+        "--records", type=place, metavar="RUN", help="take lengths, solved and success from what this run recorded"
+    )
+    parser.add_argument("--base", type=int, help="first continuations of a group, G_base (default: G_max, as at first)")
+    parser.add_argument("--cycles", type=int, default=100, help="cycles that are simulated (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default %(default)s)")
+
+
 def serve(parser: ArgumentParser) -> None:
     """`past serve`, beside the recipe."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")

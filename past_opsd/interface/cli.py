@@ -211,6 +211,14 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
             arguments.trace,
         ),
         Command(
+            "simulate",
+            "how long a cycle takes on GPUs that are not here, streaming or not",
+            "paper/past --gpus 1,8,64",
+            commands.simulate,
+            arguments.simulate,
+            recipe=True,
+        ),
+        Command(
             "rehearse",
             "see a recipe start and end here: small, with a made model and data",
             "paper/past",

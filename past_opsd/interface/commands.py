@@ -102,6 +102,31 @@ def trace(args: Namespace) -> int:
     return 0
 
 
+def simulate(args: Namespace) -> int:
+    """`past simulate`."""
+    from past_opsd.core import config
+    from past_opsd.policy.estimate import GPUS
+
+    if args.gpu not in GPUS:
+        raise PastError(f"--gpu {args.gpu}: no data sheet of it here; known are {', '.join(GPUS)}")
+    counts = _numbers("--gpus", args.gpus)
+    recipe = config.load(args.recipe, args.overrides)
+    most = config.ask_method(recipe).continuations
+    base = most if args.base is None else args.base
+    if not most:
+        raise PastError(f"'{args.recipe}' draws no continuations, so little could stream; give a PAST one")
+    if not 1 <= base <= most:
+        raise PastError(f"--base {base}: give 1 to G_max, which is {most}")
+    if not (0 < args.mean <= 1 and 0 <= args.solved <= 1 and 0 <= args.success <= 1):
+        raise PastError("--mean, --solved and --success are shares, between 0 and 1")
+    if min(args.spread, args.verdict) < 0 or args.cycles < 1:
+        raise PastError("--spread and --verdict are 0 or more, --cycles is 1 or more")
+    from past_opsd.analysis import simulate
+
+    print(simulate.run(recipe, args.gpu, counts, base, args))
+    return 0
+
+
 def _numbers(option: str, text: str) -> list[int]:
     numbers = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
     if min(numbers) < 1:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from past_opsd.core.config import Sampling
-from past_opsd.core.nouns import Attempt, Group, Response, Work
+from past_opsd.core.nouns import Attempt, Group, Response, Verdict, Work, derive_seed
 from past_opsd.rollout.engines import Flow, Request, sent
-from past_opsd.rollout.lab import Lab
+from past_opsd.rollout.lab import Lab, share_out
 from past_opsd.rollout.verifiers import Verifier
 from past_opsd.run.loop import Cycle, Loop
 
@@ -29,11 +29,14 @@ TOGETHER = 16
 """Most responses of one call of the verifier; where a cycle is broken off, one call is waited for."""
 
 
+Answer = tuple[Response, Verdict]
+
+
 def why_not(lab: Lab) -> str:
     """Why cycles cannot stream here; empty where they can."""
-    if not lab.world.alone:
-        return "several processes share a cycle's responses"
-    return "" if getattr(lab.engine, "streams", False) else "the engine gives its responses all at once"
+    if not getattr(lab.engine, "streams", False):
+        return "the engine gives its responses all at once"
+    return "" if lab.world.alone or not getattr(lab.engine, "mixes", False) else "several processes share the servers"
 
 
 class _MissingError(Exception):
@@ -49,7 +52,7 @@ class Streaming(Loop):
     """The cycle, its responses drawn and verified in one stream."""
 
     _k: int | None = None  # the cycle that is under way
-    _ready: dict[int, Attempt] = field(default_factory=dict[int, Attempt])  # what it has drawn, by seed
+    _ready: dict[int, Answer] = field(default_factory=dict[int, Answer])  # what it has drawn, by seed
     _asking: bool = False  # a group is asked what it needs: nothing is drawn for it now
 
     def _cycle(self, k: int, phase: Callable[[str], None]) -> Cycle:
@@ -66,9 +69,10 @@ class Streaming(Loop):
         return self._k is not None and self.method.singly and not self.rollout.dynamic_rounds
 
     def _explore(self, k: int, failed: Sequence[Attempt]) -> list[Group]:
-        if not self._singly:
+        each = [failed[: i + 1] for i in range(len(failed))] if self._singly else []
+        if not each or any(self.needs(k, some) for some in each):
             return super()._explore(k, failed)
-        return [group for i in range(len(failed)) for group in self._group(k, failed[: i + 1])]
+        return [group for some in each for group in self._group(k, some)]
 
     def _group(self, k: int, failed: Sequence[Attempt]) -> list[Group]:
         """The group of the last of these failures."""
@@ -86,6 +90,11 @@ class Streaming(Loop):
             self._asking = False
         return []
 
+    def drawn(self, work: Work) -> Attempt | None:
+        """The attempt, once it is verified."""
+        answer = self._ready.get(work.seed)
+        return None if answer is None else Attempt(work.problem, work.view, *answer)
+
     def opens(self, attempt: Attempt) -> bool:
         """Whether the loop will explore it: it failed, and there is room to read it and to continue."""
         needed = max(len(attempt.response.tokens), self.rollout.teacher.max_new_tokens)
@@ -98,18 +107,26 @@ class Streaming(Loop):
         if missing and self._asking:
             raise _MissingError(missing)
         if missing:
-            begins = self._singly and missing[0].view.adapter == "student"
-            self._stream(missing, sampling, _Groups(self, self._k, self._ready, missing) if begins else None)
-        return [self._ready[w.seed] for w in work]
+            self._ready |= self._shared(self._k, missing, sampling)
+        return [Attempt(w.problem, w.view, *self._ready[w.seed]) for w in work]
 
-    def _stream(self, work: Sequence[Work], sampling: Sampling, groups: _Groups | None) -> None:
+    def _shared(self, k: int, work: Sequence[Work], sampling: Sampling) -> dict[int, Answer]:
+        """What the processes drew and verified, each a share of the work and what follows from it."""
+        world = self.lab.world
+        world.agree("batch of requests", derive_seed(*(w.seed for w in work)))
+        own = [work[i] for i in share_out(work, world.size, sampling.max_new_tokens)[world.rank]]
+        begins = self._singly and work[0].view.adapter == "student"
+        with self.lab.around():
+            drawn = self._stream(own, sampling, _Groups(self, k, work, own) if begins else None) if own else {}
+        return {seed: answer for part in world.gather(drawn) for seed, answer in part.items()}
+
+    def _stream(self, work: Sequence[Work], sampling: Sampling, groups: _Groups | None) -> dict[int, Answer]:
         """Draw and verify the work, and what follows from it."""
         engine: Any = self.lab.engine
         asked, decoding = list(work), set(range(len(work)))
         few = 0  # when no more are decoded, verdicts are waited for, and what follows from them enters together
         first = [(Request(w.view, w.seed), sampling) for w in work]
         with (
-            self.lab.around(),
             closing(_Verdicts(self.lab.verifier, self.lab.span)) as verdicts,
             closing(cast(Flow, engine.stream(first, self.learner.versions))) as flow,
         ):
@@ -118,13 +135,13 @@ class Streaming(Loop):
                 for place, response in ended:
                     decoding.remove(place)
                     verdicts.ask(asked[place], response)
-                found: list[tuple[int, Attempt]] = []
+                found: list[tuple[Work, Answer]] = []
                 if engine.mixes:
                     found = verdicts.take(0 if decoding else 1)
                 elif len(decoding) <= few:
                     found = verdicts.take(verdicts.open)
-                self._ready |= dict(found)
-                more = [w for seed, attempt in found for w in groups.after(seed, attempt)] if groups else []
+                self._ready |= {w.seed: answer for w, answer in found}
+                more = [w for done, _ in found for w in groups.after(done)] if groups else []
                 if more:
                     decoding |= set(range(len(asked), len(asked) + len(more)))
                     asked += more
@@ -134,33 +151,37 @@ class Streaming(Loop):
                 elif verdicts.open:
                     ended = []
                 else:
-                    sent(flow, [])  # so that the engine ends in peace
-                    return
+                    sent(flow, ())  # so that the engine ends in peace
+                    return {w.seed: self._ready[w.seed] for w in asked}
 
 
 class _Groups:
     """What follows from a verdict: a failed response's first continuations, and what its group asks for then."""
 
-    def __init__(self, loop: Streaming, k: int, ready: dict[int, Attempt], work: Sequence[Work]):
-        self._loop, self._k, self._ready = loop, k, ready
+    def __init__(self, loop: Streaming, k: int, work: Sequence[Work], own: Sequence[Work]):
+        self._loop, self._k = loop, k
         # Of each problem, its responses that are not looked at yet, and its failures. The seeds of a failure's draws
-        # count the failures before it, so responses are looked at in order.
-        self._problems: dict[str, tuple[deque[int], list[Attempt]]] = {}
+        # count the failures before it, so responses are looked at in order, and only where all of them are drawn here.
+        mine = {w.seed for w in own}
+        self._problems: dict[str, tuple[deque[Work], list[Attempt]]] = {}
         for w in work:
-            self._problems.setdefault(w.problem.id, (deque(), []))[0].append(w.seed)
+            self._problems.setdefault(w.problem.id, (deque(), []))[0].append(w)
+        for responses, _ in self._problems.values():
+            if not all(w.seed in mine for w in responses):
+                responses.clear()
         self._left: dict[int, tuple[list[Attempt], set[int]]] = {}
         """Of each draw under way, whose group it is for, and the draws that this group waits for."""
 
-    def after(self, seed: int, attempt: Attempt) -> list[Work]:
-        """The continuations to draw now that this attempt is verified."""
-        if seed in self._left:
-            failed, left = self._left.pop(seed)
-            left.remove(seed)
+    def after(self, done: Work) -> list[Work]:
+        """The continuations to draw now that this work is verified."""
+        if done.seed in self._left:
+            failed, left = self._left.pop(done.seed)
+            left.remove(done.seed)
             return [] if left else self._ask(failed)
-        responses, failed = self._problems[attempt.problem.id]
+        responses, failed = self._problems[done.problem.id]
         more: list[Work] = []
-        while responses and responses[0] in self._ready:
-            first = self._ready[responses.popleft()]
+        while responses and (first := self._loop.drawn(responses[0])):
+            responses.popleft()
             if self._loop.opens(first):
                 failed.append(first)
                 more += self._ask([*failed])
@@ -185,7 +206,7 @@ class _Verdicts:
         """Asked for and not taken."""
         self._verifier, self._span = verifier, span
         self._asked: queue.SimpleQueue[tuple[Work, Response] | None] = queue.SimpleQueue()
-        self._given: queue.SimpleQueue[tuple[int, Attempt] | BaseException] = queue.SimpleQueue()
+        self._given: queue.SimpleQueue[tuple[Work, Answer] | BaseException] = queue.SimpleQueue()
         self._closed = False
         self._thread: threading.Thread | None = None
         if getattr(verifier, "apart", False):
@@ -197,9 +218,9 @@ class _Verdicts:
         self.open += 1
         self._asked.put((work, response))
 
-    def take(self, least: int) -> list[tuple[int, Attempt]]:
-        """Verified attempts by seed: so many at least, and what more there is."""
-        found: list[tuple[int, Attempt]] = []
+    def take(self, least: int) -> list[tuple[Work, Answer]]:
+        """What is verified: so many at least, and what more there is."""
+        found: list[tuple[Work, Answer]] = []
         with self._span("verify") if least else nullcontext():
             if self._thread is None:
                 self._verify(self._waiting())
@@ -236,4 +257,4 @@ class _Verdicts:
     def _verify(self, items: Sequence[tuple[Work, Response]]) -> None:
         verdicts = self._verifier.verify([(w.problem, response) for w, response in items]) if items else []
         for (w, response), verdict in zip(items, verdicts, strict=True):
-            self._given.put((w.seed, Attempt(w.problem, w.view, response, verdict)))
+            self._given.put((w, (response, verdict)))

@@ -115,6 +115,14 @@ def test_two_processes_make_the_run_of_one(run):
 
 
 @MORE
+@pytest.mark.parametrize("samples", [1, 5], ids=["problems apart", "a problem on two ranks"])
+def test_processes_that_stream_make_the_phased_run_of_one(run, samples: int):
+    """Each streams what it is dealt; a problem whose samples are on two ranks waits for all of them."""
+    settings = [*RUN, f"rollout.samples_per_problem={samples}", f"rollout.problems_per_cycle={8 // samples}"]
+    assert_same(run(1, settings), run(2, [*settings, "rollout.stream=true"]))
+
+
+@MORE
 def test_dynamic_sampling_replaces_the_same_problems_on_two_processes(run):
     one, two = run(1, DYNAMIC), run(2, DYNAMIC)
     assert_same(one, two)

@@ -24,6 +24,20 @@ def run(args: argparse.Namespace) -> int:
     return importlib.import_module(f"past_opsd.analysis.bench.{args.what}").run(args)
 
 
+def _cycle(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipe", default="embedded/past", help="whose cycles (default embedded/past)")
+    parser.add_argument("--cycles", type=int, default=8, help="cycles of each side, taking turns (default 8)")
+    parser.add_argument(
+        "--base", type=int, help="first draws of a group (G_base), as late in a run; default: the recipe's"
+    )
+    parser.add_argument(
+        "--verdict", type=float, default=0.0, help="seconds that a verdict takes longer (default 0), in --judges"
+    )
+    parser.add_argument("--judges", type=int, default=2, help="processes that verify (default 2)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override")
+
+
 def _divergence(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="positions T (default %(default)s)")
     parser.add_argument("--vocab", type=int, default=49152, help="vocabulary V (default %(default)s)")
@@ -115,6 +129,7 @@ def _report(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARKS = {
+    "cycle": ("cycles with rollout.stream and without, the same work", _cycle),
     "divergence": (
         "the full-vocabulary implementations side by side",
         _divergence,
