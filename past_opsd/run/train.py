@@ -263,6 +263,8 @@ def train(
             _begin(assembled, run, untrained)
         start = state["next_cycle"]
         opened(assembled)
+        if hasattr(assembled.loop.lab.engine, "hear"):
+            cast(Any, assembled.loop.lab.engine).hear(display.note)
         elsewhere = ("rollout", "draw") if getattr(assembled.loop.lab.engine, "own_weights", False) else ()
         profiler = Profile(run.profile, assembled.model, elsewhere) if profile and world.first else None
 
@@ -312,9 +314,14 @@ def _opened(
     """The boundaries that the folder holds, which until the end no other process writes."""
     with held(run.path, display.note) if world.first else nullcontext():
         existing = world.share(lambda: ledger.existing(run, recipe))
-        if existing and not resume:
+        name = str(run.path.resolve())
+        restarted = world.begun(name)
+        if existing and not (resume or restarted):
             raise PastError(f"{run} already holds a run; choose another folder (--out), or continue it with: {again}")
-        if resume and not existing:
+        world.begin(name)
+        if restarted:
+            display.note("the launcher has started this job again, which goes on by itself")
+        if (resume or restarted) and not existing:
             display.note(f"{run} holds no checkpoint yet; starting from the beginning")
         yield existing
 

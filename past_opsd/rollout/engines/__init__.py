@@ -48,6 +48,7 @@ class Engine(Protocol):
     """Samples complete responses from published adapters.
 
     One with an attribute `tell` calls it with how many of how many responses are drawn, as they come. One with
+    `hear` is given a function that shows a person a line.
     `own_weights = True` samples from weights of its own; any other from the trainer's, which are put together for it.
     One with `wide = True` decodes many sequences in about the time of one, as a GPU does.
     One with `streams = True` has `stream(asked, versions)`, a `Flow`; with `mixes = True` it decodes both adapters'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -99,7 +99,7 @@ class Options(EngineOptions):
     )
     retries: int = Field(default=3, ge=0, description="how often one request may fail before the run gives up")
     patience_seconds: float = Field(
-        default=600.0, ge=0, description="how long to wait for a server that died to return"
+        default=600.0, ge=0, description="how long to wait for a server to return where none is left"
     )
     mismatch_bound: float | None = Field(
         default=None,
@@ -228,6 +228,10 @@ class Backend(Protocol):
     @property
     def note(self) -> str:
         """What a person should know before the run."""
+        ...
+
+    def hear(self, note: Callable[[str], None]) -> None:
+        """From now on say this way what a person should know at once."""
         ...
 
     def load(self, served: Served) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from past_opsd.core.config import ModelSection, Sampling
@@ -63,6 +63,8 @@ class LocalBackend:
 
     def wake(self) -> None:
         self._sleeper.wake()
+
+    def hear(self, note: Callable[[str], None]) -> None: ...
 
     def load(self, served: Served) -> None:
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
