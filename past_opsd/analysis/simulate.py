@@ -7,7 +7,6 @@ made by the real sampler. Both sides get the same draws. Steps of the learner an
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import math
 import random
@@ -224,7 +223,7 @@ def _apart(s: Setting, draws: Draws, own: Sequence[int]) -> float:
             verified = max(verified, judges.verdict(gpu.now, draws.responses[i][2]))
     seen: dict[int, list[bool]] = {i: [] for i in own if not draws.responses[i][1]}
     left = {i: wanted([], s.base, s.maximum, ahead) for i in seen}
-    enter = [(i, n) for i, count in left.items() for n in range(count)]
+    enter: list[tuple[int, int]] = [(i, n) for i, count in left.items() for n in range(count)]
     gpu.now = max(gpu.now, verified)
     keys: dict[int, tuple[int, int]] = {}
     while True:
@@ -397,29 +396,32 @@ def table(lines: Sequence[Line]) -> str:
     return "\n".join(out)
 
 
-def run(recipe: Recipe, gpu: str, counts: Sequence[int], base: int, args: argparse.Namespace) -> str:
-    """The table, with what it rests on."""
-    if args.records is not None:
-        chances = from_runs(_records(args.records), args.verdict)
-        source = f"lengths and outcomes as in {args.records}"
-    else:
-        chances = Chances(args.solved, args.success, lognormal(args.mean, args.spread), args.verdict)
-        source = f"lengths {args.mean:g} of the limit on average, spread {args.spread:g}"
+def run(
+    recipe: Recipe,
+    gpu: str,
+    counts: Sequence[int],
+    base: int,
+    chances: Chances,
+    source: str,
+    cycles: int,
+    seed: int,
+) -> str:
+    """The table, with what it rests on; `source` says where the chances come from."""
     path = recipe.model.path
     shape = estimate.KNOWN.get(path)
     if shape is None:
         from past_opsd.policy.weightless import configuration
 
         shape = estimate.shape_of(configuration(recipe.model, path), path)
-    lines = compare(recipe, shape, gpu, counts, chances, base, args.cycles, args.seed)
+    lines = compare(recipe, shape, gpu, counts, chances, base, cycles, seed)
     rollout = recipe.rollout
     responses = rollout.problems_per_cycle * rollout.samples_per_problem
     most = rollout.student.max_new_tokens
     return "\n".join(
         [
-            f"{recipe.name} on {gpu}: {args.cycles} cycles of {responses} responses of up to {most:,} tokens",
+            f"{recipe.name} on {gpu}: {cycles} cycles of {responses} responses of up to {most:,} tokens",
             f"right: {chances.solved:.2f} of them, {chances.success:.2f} of continuations; G_base {base}",
-            f"{source}; a verdict {args.verdict:g} s",
+            source,
             "",
             table(lines),
             "",
@@ -430,7 +432,7 @@ def run(recipe: Recipe, gpu: str, counts: Sequence[int], base: int, args: argpar
     )
 
 
-def _records(folder: Path) -> list[tuple[str, list[int], list[bool]]]:
+def records(folder: Path) -> list[tuple[str, list[int], list[bool]]]:
     """Adapter, lengths and outcomes of each file of a run's records."""
     from past_opsd.run import attempts
     from past_opsd.run.folder import RunFolder
