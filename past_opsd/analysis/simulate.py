@@ -7,7 +7,6 @@ made by the real sampler. Both sides get the same draws. Steps of the learner an
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import math
 import random
@@ -232,7 +231,7 @@ def _apart(s: Setting, draws: Draws, own: Sequence[int]) -> float:
             keys[len(keys)] = key
             gpu.add(len(keys) - 1, s.teacher_prompt, draws.continuations[key[0]][key[1]][0], gpu.now)
         few = (len(gpu.rows) + len(gpu.waiting)) // 2
-        enter, ended, verified = [], list[tuple[int, int]](), gpu.now
+        enter, ended, verified = list[tuple[int, int]](), list[tuple[int, int]](), gpu.now
         while gpu.busy and not enter:
             for key in (keys[job] for job in gpu.run(math.inf)):
                 verified = max(verified, judges.verdict(gpu.now, draws.continuations[key[0]][key[1]][2]))
@@ -303,6 +302,14 @@ class Chances:
     """Tokens of a response with such a limit."""
     verdict: float
     """Mean seconds of a verdict, exponential."""
+    source: str
+    """Where lengths come from, in words."""
+
+
+def assumed(solved: float, success: float, mean: float, spread: float, verdict: float) -> Chances:
+    """Shares that are right, and lengths around a share of the limit."""
+    source = f"lengths {mean:g} of the limit on average, spread {spread:g}"
+    return Chances(solved, success, lognormal(mean, spread), verdict, source)
 
 
 def lognormal(mean: float, spread: float) -> Callable[[random.Random, int], int]:
@@ -330,17 +337,25 @@ def draw(recipe: Recipe, chances: Chances, maximum: int, seed: int, k: int) -> D
     return Draws(responses, groups)
 
 
-def from_runs(tables: Sequence[tuple[str, Sequence[int], Sequence[bool]]], verdict: float) -> Chances:
-    """What a run's records show: (adapter, lengths, outcomes) of each file; a length is one of those, at random."""
-    lengths = [length for _, some, _ in tables for length in some]
-    rates = {
-        role: statistics.fmean(right)
-        for role in ("student", "teacher")
-        if (right := [r for adapter, _, some in tables if adapter == role for r in some])
-    }
-    if len(rates) < 2:
-        raise PastError("that run has no records of both responses and continuations; give --mean and --spread")
-    return Chances(rates["student"], rates["teacher"], lambda rng, limit: min(limit, rng.choice(lengths)), verdict)
+def recorded(folder: Path, verdict: float) -> Chances:
+    """What a run's records show; a length is one of those, at random."""
+    from past_opsd.run import attempts
+    from past_opsd.run.folder import RunFolder
+
+    run = RunFolder(folder)
+    lengths, rates = list[int](), list[float]()
+    for series in (run.rollouts, run.continuations):
+        tables = [attempts.read_table(series.path(number)).to_pydict() for number in series.numbers()]
+        right = [correct for table in tables for correct in table["correct"]]
+        if not right:
+            raise PastError(f"{folder} has no records of both responses and continuations; give --mean and --spread")
+        lengths += [length for table in tables for length in table["length"]]
+        rates.append(statistics.fmean(right))
+
+    def length(rng: random.Random, limit: int) -> int:
+        return min(limit, rng.choice(lengths))
+
+    return Chances(rates[0], rates[1], length, verdict, f"lengths and outcomes as in {folder}")
 
 
 @dataclass(frozen=True)
@@ -397,29 +412,23 @@ def table(lines: Sequence[Line]) -> str:
     return "\n".join(out)
 
 
-def run(recipe: Recipe, gpu: str, counts: Sequence[int], base: int, args: argparse.Namespace) -> str:
+def run(recipe: Recipe, gpu: str, counts: Sequence[int], chances: Chances, base: int, cycles: int, seed: int) -> str:
     """The table, with what it rests on."""
-    if args.records is not None:
-        chances = from_runs(_records(args.records), args.verdict)
-        source = f"lengths and outcomes as in {args.records}"
-    else:
-        chances = Chances(args.solved, args.success, lognormal(args.mean, args.spread), args.verdict)
-        source = f"lengths {args.mean:g} of the limit on average, spread {args.spread:g}"
     path = recipe.model.path
     shape = estimate.KNOWN.get(path)
     if shape is None:
         from past_opsd.policy.weightless import configuration
 
         shape = estimate.shape_of(configuration(recipe.model, path), path)
-    lines = compare(recipe, shape, gpu, counts, chances, base, args.cycles, args.seed)
+    lines = compare(recipe, shape, gpu, counts, chances, base, cycles, seed)
     rollout = recipe.rollout
     responses = rollout.problems_per_cycle * rollout.samples_per_problem
     most = rollout.student.max_new_tokens
     return "\n".join(
         [
-            f"{recipe.name} on {gpu}: {args.cycles} cycles of {responses} responses of up to {most:,} tokens",
+            f"{recipe.name} on {gpu}: {cycles} cycles of {responses} responses of up to {most:,} tokens",
             f"right: {chances.solved:.2f} of them, {chances.success:.2f} of continuations; G_base {base}",
-            f"{source}; a verdict {args.verdict:g} s",
+            f"{chances.source}; a verdict {chances.verdict:g} s",
             "",
             table(lines),
             "",
@@ -428,17 +437,3 @@ def run(recipe: Recipe, gpu: str, counts: Sequence[int], base: int, args: argpar
             "lengths and outcomes drawn as said, nothing of what processes exchange.",
         ]
     )
-
-
-def _records(folder: Path) -> list[tuple[str, list[int], list[bool]]]:
-    """Adapter, lengths and outcomes of each file of a run's records."""
-    from past_opsd.run import attempts
-    from past_opsd.run.folder import RunFolder
-
-    found = RunFolder(folder)
-    tables: list[tuple[str, list[int], list[bool]]] = []
-    for role, series in (("student", found.rollouts), ("teacher", found.continuations)):
-        for number in series.numbers():
-            rows = attempts.read_table(series.path(number)).to_pydict()
-            tables.append((role, rows["length"], rows["correct"]))
-    return tables

@@ -123,7 +123,11 @@ def simulate(args: Namespace) -> int:
         raise PastError("--spread and --verdict are 0 or more, --cycles is 1 or more")
     from past_opsd.analysis import simulate
 
-    print(simulate.run(recipe, args.gpu, counts, base, args))
+    if args.records is None:
+        chances = simulate.assumed(args.solved, args.success, args.mean, args.spread, args.verdict)
+    else:
+        chances = simulate.recorded(args.records, args.verdict)
+    print(simulate.run(recipe, args.gpu, counts, chances, base, args.cycles, args.seed))
     return 0
 
 
