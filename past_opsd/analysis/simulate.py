@@ -223,7 +223,7 @@ def _apart(s: Setting, draws: Draws, own: Sequence[int]) -> float:
             verified = max(verified, judges.verdict(gpu.now, draws.responses[i][2]))
     seen: dict[int, list[bool]] = {i: [] for i in own if not draws.responses[i][1]}
     left = {i: wanted([], s.base, s.maximum, ahead) for i in seen}
-    enter: list[tuple[int, int]] = [(i, n) for i, count in left.items() for n in range(count)]
+    enter = [(i, n) for i, count in left.items() for n in range(count)]
     gpu.now = max(gpu.now, verified)
     keys: dict[int, tuple[int, int]] = {}
     while True:
@@ -231,7 +231,7 @@ def _apart(s: Setting, draws: Draws, own: Sequence[int]) -> float:
             keys[len(keys)] = key
             gpu.add(len(keys) - 1, s.teacher_prompt, draws.continuations[key[0]][key[1]][0], gpu.now)
         few = (len(gpu.rows) + len(gpu.waiting)) // 2
-        enter, ended, verified = [], list[tuple[int, int]](), gpu.now
+        enter, ended, verified = list[tuple[int, int]](), list[tuple[int, int]](), gpu.now
         while gpu.busy and not enter:
             for key in (keys[job] for job in gpu.run(math.inf)):
                 verified = max(verified, judges.verdict(gpu.now, draws.continuations[key[0]][key[1]][2]))
@@ -302,6 +302,14 @@ class Chances:
     """Tokens of a response with such a limit."""
     verdict: float
     """Mean seconds of a verdict, exponential."""
+    source: str
+    """Where lengths come from, in words."""
+
+
+def assumed(solved: float, success: float, mean: float, spread: float, verdict: float) -> Chances:
+    """Shares that are right, and lengths around a share of the limit."""
+    source = f"lengths {mean:g} of the limit on average, spread {spread:g}"
+    return Chances(solved, success, lognormal(mean, spread), verdict, source)
 
 
 def lognormal(mean: float, spread: float) -> Callable[[random.Random, int], int]:
@@ -329,17 +337,25 @@ def draw(recipe: Recipe, chances: Chances, maximum: int, seed: int, k: int) -> D
     return Draws(responses, groups)
 
 
-def from_runs(tables: Sequence[tuple[str, Sequence[int], Sequence[bool]]], verdict: float) -> Chances:
-    """What a run's records show: (adapter, lengths, outcomes) of each file; a length is one of those, at random."""
-    lengths = [length for _, some, _ in tables for length in some]
-    rates = {
-        role: statistics.fmean(right)
-        for role in ("student", "teacher")
-        if (right := [r for adapter, _, some in tables if adapter == role for r in some])
-    }
-    if len(rates) < 2:
-        raise PastError("that run has no records of both responses and continuations; give --mean and --spread")
-    return Chances(rates["student"], rates["teacher"], lambda rng, limit: min(limit, rng.choice(lengths)), verdict)
+def recorded(folder: Path, verdict: float) -> Chances:
+    """What a run's records show; a length is one of those, at random."""
+    from past_opsd.run import attempts
+    from past_opsd.run.folder import RunFolder
+
+    run = RunFolder(folder)
+    lengths, rates = list[int](), list[float]()
+    for series in (run.rollouts, run.continuations):
+        tables = [attempts.read_table(series.path(number)).to_pydict() for number in series.numbers()]
+        right = [correct for table in tables for correct in table["correct"]]
+        if not right:
+            raise PastError(f"{folder} has no records of both responses and continuations; give --mean and --spread")
+        lengths += [length for table in tables for length in table["length"]]
+        rates.append(statistics.fmean(right))
+
+    def length(rng: random.Random, limit: int) -> int:
+        return min(limit, rng.choice(lengths))
+
+    return Chances(rates[0], rates[1], length, verdict, f"lengths and outcomes as in {folder}")
 
 
 @dataclass(frozen=True)
@@ -396,17 +412,8 @@ def table(lines: Sequence[Line]) -> str:
     return "\n".join(out)
 
 
-def run(
-    recipe: Recipe,
-    gpu: str,
-    counts: Sequence[int],
-    base: int,
-    chances: Chances,
-    source: str,
-    cycles: int,
-    seed: int,
-) -> str:
-    """The table, with what it rests on; `source` says where the chances come from."""
+def run(recipe: Recipe, gpu: str, counts: Sequence[int], chances: Chances, base: int, cycles: int, seed: int) -> str:
+    """The table, with what it rests on."""
     path = recipe.model.path
     shape = estimate.KNOWN.get(path)
     if shape is None:
@@ -421,7 +428,7 @@ def run(
         [
             f"{recipe.name} on {gpu}: {cycles} cycles of {responses} responses of up to {most:,} tokens",
             f"right: {chances.solved:.2f} of them, {chances.success:.2f} of continuations; G_base {base}",
-            source,
+            f"{chances.source}; a verdict {chances.verdict:g} s",
             "",
             table(lines),
             "",
@@ -430,17 +437,3 @@ def run(
             "lengths and outcomes drawn as said, nothing of what processes exchange.",
         ]
     )
-
-
-def records(folder: Path) -> list[tuple[str, list[int], list[bool]]]:
-    """Adapter, lengths and outcomes of each file of a run's records."""
-    from past_opsd.run import attempts
-    from past_opsd.run.folder import RunFolder
-
-    found = RunFolder(folder)
-    tables: list[tuple[str, list[int], list[bool]]] = []
-    for role, series in (("student", found.rollouts), ("teacher", found.continuations)):
-        for number in series.numbers():
-            rows = attempts.read_table(series.path(number)).to_pydict()
-            tables.append((role, rows["length"], rows["correct"]))
-    return tables

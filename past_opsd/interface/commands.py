@@ -123,15 +123,11 @@ def simulate(args: Namespace) -> int:
         raise PastError("--spread and --verdict are 0 or more, --cycles is 1 or more")
     from past_opsd.analysis import simulate
 
-    if args.records is not None:
-        chances = simulate.from_runs(simulate.records(args.records), args.verdict)
-        source = f"lengths and outcomes as in {args.records}"
+    if args.records is None:
+        chances = simulate.assumed(args.solved, args.success, args.mean, args.spread, args.verdict)
     else:
-        lengths = simulate.lognormal(args.mean, args.spread)
-        chances = simulate.Chances(args.solved, args.success, lengths, args.verdict)
-        source = f"lengths {args.mean:g} of the limit on average, spread {args.spread:g}"
-    source += f"; a verdict {args.verdict:g} s"
-    print(simulate.run(recipe, args.gpu, counts, base, chances, source, args.cycles, args.seed))
+        chances = simulate.recorded(args.records, args.verdict)
+    print(simulate.run(recipe, args.gpu, counts, chances, base, args.cycles, args.seed))
     return 0
 
 

@@ -241,7 +241,7 @@ class _Verdicts:
 
     def _work(self) -> None:
         try:
-            while (first := self._asked.get()) is not None and not self._closed:
+            while not self._closed and (first := self._asked.get()) is not None:
                 self._verify([first, *self._waiting(TOGETHER - 1)])
         except BaseException as error:  # raised where verdicts are taken
             self._given.put(error)

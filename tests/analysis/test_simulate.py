@@ -90,7 +90,7 @@ def test_what_is_right_needs_nothing_more(servers: bool):
 
 def test_both_sides_get_the_same_draws_and_the_seed_decides_them():
     recipe = config.load("paper/past")
-    chances = simulate.Chances(0.5, 0.4, simulate.lognormal(0.6, 0.5), 0.05)
+    chances = simulate.assumed(0.5, 0.4, 0.6, 0.5, 0.05)
     shape = KNOWN["Qwen/Qwen3-1.7B"]
     found = [simulate.compare(recipe, shape, "H100-80GB", (1, 8), chances, 8, 3, seed) for seed in (1, 1, 2)]
     assert found[0] == found[1] != found[2]

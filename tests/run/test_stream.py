@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from conftest import SMALL, Quiet
 from ranks import Launcher
 from run.test_train import DRIVER, KILLED, fingerprint
 
-from past_opsd.core.nouns import Attempt, Problem, Response, Verdict
+from past_opsd.core.nouns import Attempt, Problem, Response, Verdict, View, Work
 from past_opsd.methods.past import Past
 from past_opsd.policy.fingerprint import fingerprint as fingerprint_of
 from past_opsd.rollout.engines import Request
@@ -24,7 +24,7 @@ from past_opsd.run import checkpoint
 from past_opsd.run.folder import RunFolder
 from past_opsd.run.loop import Cycle
 from past_opsd.run.record import summarise
-from past_opsd.run.stream import Streaming
+from past_opsd.run.stream import Streaming, _Verdicts
 from past_opsd.run.train import Session, costs, session, train
 
 ADAPTIVE = ["method.group_max=4", "rollout.samples_per_problem=3", "rollout.problems_per_cycle=4"]
@@ -247,6 +247,37 @@ def test_a_verifier_of_this_process_is_asked_in_this_thread(small_recipe):
         parts.loop.lab.verifier.apart = False
         parts.loop.cycle(0)
         assert parts.loop.lab.verifier.names == {threading.main_thread().name}
+
+
+def test_verdicts_end_whatever_they_were_about_to_do():
+    """The end may come while the thread gathers what is to be verified together."""
+
+    class Quick:
+        apart = True
+
+        def verify(self, items: Sequence[Any]) -> list[Verdict]:
+            return [Verdict(True, "") for _ in items]
+
+    problem = Problem("", "", "", "")
+    work, response = Work(problem, View("student", ()), 1), Response((), "", (), True)
+    verdicts = _Verdicts(Quick(), lambda name: nullcontext())  # type: ignore[arg-type]
+    begun, gathers, real = threading.Event(), threading.Event(), verdicts._waiting
+
+    def waiting(most: int | None = None) -> Any:
+        begun.set()
+        assert gathers.wait(60)
+        return real(most)
+
+    verdicts._waiting = waiting  # type: ignore[method-assign]
+    verdicts.ask(work, response)
+    assert begun.wait(60)
+    closing = threading.Thread(target=verdicts.close, daemon=True)
+    closing.start()
+    while not verdicts._closed or verdicts._asked.empty():
+        time.sleep(0.001)
+    gathers.set()
+    closing.join(10)
+    assert not closing.is_alive()
 
 
 def fail(session: Session, kind: str) -> type[BaseException]:
