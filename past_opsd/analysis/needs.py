@@ -73,10 +73,20 @@ class Needs:
     phases: dict[str, Phase]
     longest: int
     """Tokens of the longest row of a step."""
-    rows: int
-    """Responses of the evaluation's longest that are decoded together; the engine starts more, and sets some aside."""
-
+    seated: dict[str, int]
+    """Responses of their longest that sampling and evaluation decode together; the engine starts more, and sets some
+    aside."""
     shape: Shape
+
+    @property
+    def rows(self) -> int:
+        """What evaluation decodes together."""
+        return self.seated.get("evaluation", 0)
+
+    @property
+    def split(self) -> int:
+        """How many processes hold a row of a step together."""
+        return self.recipe.distributed.split if self.processes > 1 else 1
 
     @property
     def peak(self) -> int:
@@ -85,8 +95,8 @@ class Needs:
 
     def fits(self, name: str, size: float) -> bool:
         """Whether a phase stays within so many bytes; decoding takes what is free, if one response fits."""
-        if name == "evaluation":
-            return self.rows > 0
+        if name in self.seated:
+            return self.seated[name] > 0
         return self.phases[name].peak <= SHARE * size
 
     def beyond(self, name: str) -> int:
@@ -187,7 +197,7 @@ def _settled(section: ModelSection, choice: Choice) -> ModelSection:
 
 
 def _trace(recipe: Recipe, section: ModelSection, device: Device, processes: int, size: float, layers: int) -> Needs:
-    shape, rows = shape_of(configuration(section, section.path), section.path), 0
+    shape, seated = shape_of(configuration(section, section.path), section.path), dict[str, int]()
     tracer = Tracer(device)
     with _as_on(device, tracer), tracer:
         weightless = Weightless(section, _Peers(0, processes), layers, recipe.distributed.split)
@@ -208,17 +218,17 @@ def _trace(recipe: Recipe, section: ModelSection, device: Device, processes: int
         loop.cycle(0, lambda name: tracer.begin(phases.get(PHASES.get(name, ""), Phase())) and None)
         if config.ask_engine(recipe).here:
             phases["sampling"] = tracer.begin(Phase())
-            _sample(recipe, weightless, made, shape, size, processes, tracer.forget)
+            seated["sampling"] = _sample(recipe, weightless, made, shape, size, processes, tracer.forget)
             phases["evaluation"] = tracer.begin(Phase())
             asked = [loop.prompts.evaluation(p) for p in loop.problems[:8]]
             sampling, prompt = recipe.evaluation.sampling, max(map(len, asked))
             room = seats(recipe, shape, section.dtype, size, prompt, sampling.max_new_tokens, 10**6)
-            rows = room.rows(prompt + sampling.max_new_tokens)
+            seated["evaluation"] = room.rows(prompt + sampling.max_new_tokens)
             _decode(weightless, asked, room, sampling, "student", tracer.forget)
         tracer.begin(Phase())
     order = ("sampling", "teacher step", "student step", "evaluation")
     found = {name: phases[name] for name in order if name in phases and phases[name].launches}
-    return Needs(recipe, weightless.choice, processes, found, learner.longest, rows, shape)
+    return Needs(recipe, weightless.choice, processes, found, learner.longest, seated, shape)
 
 
 class Allocations:
@@ -258,11 +268,11 @@ class Allocations:
         self._name = ""
 
 
-def measure(recipe: Recipe, device: torch.device, size: float = 80e9) -> dict[str, int]:
+def measure(recipe: Recipe, device: torch.device, size: float = 80e9, world: World | None = None) -> dict[str, int]:
     """What `Needs.beyond` says of steps and sampling, as this device's allocator has it."""
     choice = hardware(recipe.model)
     section = _settled(recipe.model, choice).model_copy(update={"device": str(device)})
-    model = Weightless(section)
+    model = Weightless(section, world, split=recipe.distributed.split)
     _ = model.shares_prompts
     learner = Learner(model, recipe.learner, 1)
     _settle(learner, model, "gpu" if device.type == "cuda" else "cpu")
@@ -415,13 +425,16 @@ def _sample(
     size: float,
     processes: int = 1,
     counted: Callable[[], None] = lambda: None,
-) -> None:
-    """What was asked of the made engine, by the torch engine's rows."""
+) -> int:
+    """What was asked of the made engine, by the torch engine's rows; how many of the longest are decoded together."""
+    seated: list[int] = []
     for prompts, sampling, adapter in made.batches:
         own = prompts[: -(-len(prompts) // processes)]
         longest, limit = max(map(len, own)), sampling.max_new_tokens
         room = seats(recipe, shape, weightless.choice.dtype, size, longest, limit, len(own))
+        seated.append(room.rows(longest + limit))
         _decode(weightless, own, room, sampling, adapter, counted)
+    return min(seated, default=0)
 
 
 def _decode(

@@ -19,6 +19,7 @@ def detail(needs: Needs, gpu: str) -> str:
     recipe, size = needs.recipe, GPUS[gpu][2]
     student, evaluation = recipe.rollout.student.max_new_tokens, recipe.evaluation.sampling.max_new_tokens
     processes = f"{needs.processes} processes" if needs.processes > 1 else "one process"
+    processes += f", {needs.split} to a row" if needs.split > 1 else ""
     lines = [
         f"{recipe.name}: {recipe.model.path}, {needs.choice}, {processes}",
         f"responses of {student:,} tokens, rows of up to {needs.longest:,}; "
@@ -55,7 +56,8 @@ def table(found: Sequence[Needs], gpu: str) -> str:
         recipe = needs.recipe
         peaks = [_cell(needs, name, gpu) for name in PHASES]
         rows = str(needs.rows) if "evaluation" in needs.phases else "servers'"
-        cells = [f"{recipe.name}, {recipe.model.path.rpartition('/')[2]}", str(needs.processes)]
+        shared = f", {needs.split} a row" if needs.split > 1 else ""
+        cells = [f"{recipe.name}, {recipe.model.path.rpartition('/')[2]}", f"{needs.processes}{shared}"]
         cells += [
             f"{recipe.rollout.student.max_new_tokens:,}",
             f"{needs.longest:,}",

@@ -365,7 +365,8 @@ def needs(console: Console, recipe: Recipe) -> None:
 
 def on_gpus(console: Console, recipe: Recipe) -> None:
     """What fits on one and on eight GPUs of 80 GB, by phase: traced, not measured on one."""
-    for processes in (1, 8):
+    split = recipe.distributed.split
+    for processes in (1, -(-8 // split) * split):
         found = trace(recipe, "gpu", processes)
         size = estimate.GPUS[GPU][2]
         peaks = [

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from ranks import Launcher
 
 from past_opsd.analysis import needs, needs_tables
 from past_opsd.core import config
@@ -28,7 +30,11 @@ def recipe_of(folder: Path, size: str, *overrides: str) -> Recipe:
         max_position_embeddings=1024,
         tie_word_embeddings=True,
     ).save_pretrained(folder)
-    settings = [
+    return config.load("embedded/past", [*settings_of(folder), *overrides])
+
+
+def settings_of(folder: Path) -> list[str]:
+    return [
         f"model.path={folder}",
         "rollout.problems_per_cycle=2",
         "rollout.samples_per_problem=1",
@@ -40,7 +46,6 @@ def recipe_of(folder: Path, size: str, *overrides: str) -> Recipe:
         "learner.token_budget=2048",
         "learner.loss_memory_mib=4",
     ]
-    return config.load("embedded/past", [*settings, *overrides])
 
 
 def check_against_the_allocator(recipe: Recipe) -> None:
@@ -66,6 +71,39 @@ def test_the_traced_peak_is_the_allocators_whatever_the_shape(
 ):
     settings = [f"learner.shared_prompts={shared}", f"model.gradient_checkpointing={checkpointing}"]
     check_against_the_allocator(recipe_of(tmp_path, size, *settings))
+
+
+MEASURED = """
+import json, sys, torch
+from past_opsd.analysis import needs
+from past_opsd.core import config
+from past_opsd.policy.distributed import joined
+torch.set_num_threads(1)
+torch.manual_seed(0)  # every process draws the same weights
+with joined() as world:
+    world.connect(60)
+    recipe = config.load("embedded/past", sys.argv[1:])
+    print(json.dumps(needs.measure(recipe, torch.device("cpu"), world=world)))
+"""
+
+
+# Long rows beside small adapters, so that activations decide.
+LONG = ["model.lora.rank=2", "model.max_context=1536", "model.gradient_checkpointing=true"]
+LONG += [f"rollout.{role}.max_new_tokens=200" for role in ("student", "teacher")]
+
+
+@pytest.mark.slow
+def test_the_traced_peak_is_the_allocators_where_processes_share_rows(tmp_path: Path, launch: Launcher):
+    whole = needs.trace(recipe_of(tmp_path, "wide", *LONG), "cpu", processes=2)
+    traced = needs.trace(recipe_of(tmp_path, "wide", *LONG, "distributed.split=2"), "cpu", processes=2)
+    assert traced.beyond("teacher step") < 0.6 * whole.beyond("teacher step")
+    script = tmp_path / "measured.py"
+    script.write_text(MEASURED)
+    ended = launch(2, str(script), *settings_of(tmp_path), *LONG, "distributed.split=2")
+    assert ended.codes == [0, 0], ended.err
+    for measured in map(json.loads, ended.out):
+        for phase in ("teacher step", "student step"):
+            assert traced.beyond(phase) == pytest.approx(measured[phase], rel=0.1), phase
 
 
 @pytest.mark.slow
