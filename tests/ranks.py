@@ -44,10 +44,17 @@ class Launcher:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), text=True
         )
 
-    def __call__(self, size: int, *words: str, fault: dict[str, Any] | None = None, local: int | None = None) -> Ended:
+    def __call__(
+        self,
+        size: int,
+        *words: str,
+        fault: dict[str, Any] | None = None,
+        local: int | None = None,
+        limit: float = LIMIT,
+    ) -> Ended:
         """`past words...`, or a script and its words, in `size` processes; `fault`: what goes wrong, see `_plant`.
 
-        `local` is how many of them count as on one machine; by default all.
+        `local` is how many of them count as on one machine; by default all. After `limit` seconds they are killed.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -55,7 +62,7 @@ class Launcher:
         log = self._folder / f"launch-{self._count}"
         log.mkdir()
         order: dict[str, Any] = {"size": size, "words": [str(w) for w in words], "fault": fault or {}}
-        order["local"] = local or size
+        order |= {"local": local or size, "limit": limit}
         order |= {"log": str(log), "environment": environment()}
         print(json.dumps(order), file=self._process.stdin, flush=True)
         answer = json.loads(self._process.stdout.readline())
@@ -82,13 +89,13 @@ def _serve() -> None:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         children = [_fork(order, rank, port) for rank in range(order["size"])]
-        codes = _wait(children, order["fault"])
+        codes = _wait(children, order["limit"])
         print(json.dumps({"codes": codes, "seconds": time.monotonic() - began}), flush=True)
 
 
-def _wait(children: list[int], fault: dict[str, Any]) -> list[int]:
+def _wait(children: list[int], limit: float) -> list[int]:
     codes: dict[int, int] = {}
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + limit
     while len(codes) < len(children):
         pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
         if pid and os.WIFSTOPPED(status):
@@ -106,7 +113,7 @@ def _wait(children: list[int], fault: dict[str, Any]) -> list[int]:
             for child in children:
                 if child not in codes:
                     os.kill(child, signal.SIGKILL)
-            deadline += LIMIT
+            deadline += limit
         else:
             time.sleep(0.02)
     return [codes[child] for child in children]

@@ -9,7 +9,6 @@ computes the same otherwise.
 from __future__ import annotations
 
 import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -33,6 +32,7 @@ from past_opsd.rollout.engines.vllm_backend import (
     share,
     trainer_needs,
 )
+from past_opsd.rollout.engines.vllm_handover import HandOver
 from past_opsd.rollout.engines.vllm_sleep import level
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ COMPARED_TOKENS = 1024
 """Longer responses are compared on their first tokens."""
 ELSEWHERE = 0.4
 """The share of memory that vLLM is told on a device that is no GPU."""
+SPREAD = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Arguments that spread one vLLM over several GPUs."""
 ROWS = 128
 """Logit rows held at a time."""
 
@@ -64,10 +66,12 @@ ROWS = 128
 def build(options: Options, model: Model) -> VllmEngine:
     """The engine for this model; vLLM's base is compared with the trainer's before anything is served."""
     stop = sorted(model.stops)
-    if options.mode == "local" and not model.world.alone:
+    apart = [name for name in SPREAD if options.arguments.get(name, 1) != 1]
+    if options.mode == "local" and not model.world.alone and apart:
         raise PastError(
-            "engine.mode = 'local' runs vLLM inside one process, but there are several: start servers with "
-            "'past serve' and set engine.mode = 'server' and engine.urls, or use engine.name = 'torch'"
+            f"engine.arguments: {apart[0]} = {options.arguments[apart[0]]}, but each of the {model.world.size} "
+            "processes has a vLLM of its own on its own GPU: leave it out, or start servers with 'past serve' "
+            "(engine.mode = 'server')"
         )
 
     def connect(base: Served, bound: float) -> Backend:
@@ -80,7 +84,7 @@ def build(options: Options, model: Model) -> VllmEngine:
 
         deep = level(options.sleep, able)
         part = options.gpu_memory_utilization or _share(model, deep > 0)
-        return LocalBackend(options, model.section, stop, base, bound, model.max_context, part, deep)
+        return LocalBackend(options, model.section, stop, base, bound, model.max_context, part, deep, model.world)
 
     return VllmEngine(options, model, connect)
 
@@ -114,9 +118,11 @@ class VllmEngine:
         self._number = 0
         self._differences: list[np.ndarray] = []
         self._world = model.world
-        self._folder = self._world.share(lambda: _hand_over(options.adapter_folder))
-        if self._world.first:
-            self._removal = weakref.finalize(self, shutil.rmtree, self._folder, True)
+        self._own = options.mode == "local"
+        """An engine of this rank's own reads adapters that this rank writes; servers read those of the first."""
+        self._writes = self._own or self._world.first
+        self._removal: Callable[[], object] = lambda: None
+        self._folder = self._place()
         bare = Served("base", 0, 0, "", None, self._probes("base"))
         self._backend = connect(bare, self._bound)
         self.note = self._backend.note
@@ -142,15 +148,27 @@ class VllmEngine:
         self._served[adapter] = new
         if old is not None:
             self._backend.unload(old)
-            if self._world.first:
+            if self._writes:
                 shutil.rmtree(self._folder / old.name)
 
+    def _place(self) -> Path:
+        """A folder to hand adapters over in: in memory for an engine in this process, else the first rank's for all."""
+        adapter = 4 * self._model.sizes["adapter"] * self._world.local_size if self._own else None
+
+        def make() -> Path:
+            made = HandOver(self._options.adapter_folder, adapter)
+            self._removal = weakref.finalize(self, made.remove)
+            return made.path
+
+        return make() if self._own else self._world.share(make)
+
     def _load(self, new: Served) -> None:
-        """The first rank loads; then every other finds it loaded and compares it with its own weights."""
-        if self._world.first:
+        """On servers the first rank loads; then every other finds it loaded and compares it with its own weights."""
+        if self._writes:
             self._backend.load(new)
-        self._world.barrier()
-        if not self._world.first:
+        if not self._own:
+            self._world.barrier()
+        if not self._writes:
             self._backend.load(new)
 
     def sample(
@@ -224,8 +242,7 @@ class VllmEngine:
                 self._backend.unload(adapter)
             self._backend.close()
         finally:
-            if self._world.first:
-                self._removal()
+            self._removal()
 
     def _current(self, adapter: Adapter, wanted: int | None) -> Served:
         served = self._served.get(adapter)
@@ -242,7 +259,7 @@ class VllmEngine:
         """A folder whose name no server has ever seen."""
         self._number += 1
         folder = self._folder / f"{adapter}-c{version:05d}-{self._number}-{self._folder.name.rpartition('-')[2]}"
-        if self._world.first:
+        if self._writes:
             folder.mkdir()
         return folder
 
@@ -252,7 +269,7 @@ class VllmEngine:
         vLLM's CPU kernels add the adapter of the last slot to rows without one, wherever a batch holds both.
         """
         folder = self._name("base", 0)
-        if self._world.first:
+        if self._writes:
             self._model.save_adapter("student", folder)
             file = folder / "adapter_model.safetensors"
             safetensors.save_file(
@@ -262,7 +279,7 @@ class VllmEngine:
 
     def _write(self, adapter: Adapter, version: int, bits: str) -> Served:
         folder = self._name(adapter, version)
-        if self._world.first:
+        if self._writes:
             self._model.save_adapter(adapter, folder)
             if written(self._model, adapter, folder) != bits:
                 raise PastError(
@@ -364,15 +381,3 @@ def _log_probs(model: Model, paths: Sequence[tuple[View, Tokens]], temperature: 
 def _spread(rows: Sequence[int], count: int) -> list[int]:
     """At most `count` of the rows, evenly spread."""
     return [rows[i * len(rows) // count] for i in range(count)] if count < len(rows) else list(rows)
-
-
-def _hand_over(folder: str | None) -> Path:
-    try:
-        made = Path(tempfile.mkdtemp(prefix="past-adapters-", dir=folder))
-    except OSError as error:
-        raise PastError(
-            f"engine.adapter_folder = '{folder}' cannot be written ({error}); name an existing folder"
-        ) from None
-    if folder is not None:
-        made.chmod(0o755)  # servers may run as somebody else
-    return made

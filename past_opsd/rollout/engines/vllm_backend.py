@@ -111,7 +111,9 @@ class Options(EngineOptions):
         default=2, ge=0, description="responses of each batch and adapter compared with the trainer"
     )
     adapter_folder: str | None = Field(
-        default=None, description="where adapters are handed over; every server must see it"
+        default=None,
+        description="where adapters are handed over; every server must see it. Default: inside this process in memory "
+        "(/dev/shm) where that has room, else the folder for temporary files",
     )
 
     @field_validator("urls")

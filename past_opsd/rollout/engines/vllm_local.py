@@ -11,6 +11,7 @@ from typing import Any
 
 from past_opsd.core.config import ModelSection, Sampling
 from past_opsd.core.nouns import PastError
+from past_opsd.policy.distributed import World
 from past_opsd.rollout.engines.vllm_backend import (
     GREEDY,
     SEED,
@@ -39,13 +40,19 @@ class LocalBackend:
         context: int,
         share: float,
         deep: int,
+        world: World,
     ):
         self._stop = stop
         self._bound = bound
+        self._alone = world.alone
         self._served: dict[int, Served] = {}
         self._requests: dict[int, Any] = {0: None}
         self._probed: list[float] = []
         chosen = {"max_model_len": context, "gpu_memory_utilization": share} | arguments(section, options)
+        if not world.alone:
+            chosen["distributed_executor_backend"] = "external_launcher"  # the GPU of LOCAL_RANK, and our channels
+            for name, place in (("RANK", world.rank), ("LOCAL_RANK", world.local_rank)):
+                os.environ.setdefault(name, str(place))
         os.environ.update(environment(section))
         # vLLM's engine core would otherwise start a process, where the trainer cannot see its errors.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -98,11 +105,14 @@ class LocalBackend:
         return {"engine/probe_mean_abs": max(probed)} if probed else {}
 
     def close(self) -> None:
-        from vllm.distributed import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]
+        from vllm.distributed import parallel_state  # pyright: ignore[reportMissingImports]
 
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
-        cleanup_dist_env_and_memory()
+        if self._alone:
+            parallel_state.cleanup_dist_env_and_memory()
+        else:
+            parallel_state.destroy_model_parallel()  # the processes' own channels stay open
 
     def _again(self) -> None:
         """Weights that were read again have no adapters."""

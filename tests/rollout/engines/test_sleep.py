@@ -6,6 +6,7 @@ The CPU build frees no memory: that a GPU's does is vLLM's own claim, and nothin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from past_opsd.core import config
 from past_opsd.core.config import Sampling
 from past_opsd.core.nouns import PastError
 from past_opsd.policy.model import Model
-from past_opsd.rollout.engines import Request, vllm
+from past_opsd.rollout.engines import Request, vllm, vllm_handover
 from past_opsd.rollout.engines.vllm_sleep import LEVELS, Sleeper, Wish, level
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM and what it imports warn about themselves
@@ -161,13 +162,16 @@ def test_weights_that_were_not_read_again_are_noticed(kept: tuple[vllm.VllmEngin
     engine.publish("student", model.versions["student"])
 
 
-def test_it_ends_asleep(make: Callable[..., Any], folder: Any):
+def test_it_ends_asleep(make: Callable[..., Any], folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     need_vllm()
+    monkeypatch.setattr(vllm_handover, "MEMORY", tmp_path)
     model = perturbed(folder)
     engine = publish(make("vllm-local", model), model)
     deep(engine, "drop")
     removed: list[int] = []
     engine._backend._llm.llm_engine.remove_lora = removed.append
+    assert [p.name for p in tmp_path.glob("*/*/adapter_model.safetensors")] == ["adapter_model.safetensors"] * 3
     engine.sleep()
     engine.close()
     assert removed == []  # in memory that may be gone
+    assert list(tmp_path.iterdir()) == []

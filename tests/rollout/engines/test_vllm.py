@@ -22,7 +22,9 @@ from rollout.engines.parts import QUICK, ServerProcess, move, need_vllm, perturb
 
 from past_opsd.core import config
 from past_opsd.core.config import LoraSection, ModelSection, Sampling
+from past_opsd.core.lock import claim
 from past_opsd.core.nouns import PastError, View, derive_seed
+from past_opsd.policy.distributed import World
 from past_opsd.policy.model import Model
 from past_opsd.policy.pretrained import cache
 from past_opsd.rollout.engines import Request, vllm
@@ -39,11 +41,12 @@ from past_opsd.rollout.engines.vllm_backend import (
     silence,
     trainer_needs,
 )
+from past_opsd.rollout.engines.vllm_handover import MEMORY, PREFIX
 from past_opsd.rollout.engines.vllm_server import FaultError, Server
 from past_opsd.run import checkpoint
 from past_opsd.run.export import export
 from past_opsd.run.folder import RunFolder
-from past_opsd.run.train import session, train
+from past_opsd.run.train import Silent, session, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM and what it imports warn about themselves
 
@@ -530,11 +533,7 @@ def test_processes_share_the_server_and_its_adapters(folder: Path, tmp_path: Pat
         out = ["--out", str(tmp_path / f"{size}")]
         ended = launcher(size, "train", "embedded/past", *(w for s in settings for w in ("--set", s)), *out)
         assert ended.codes == [0] * size, ended.err
-    ended = launcher(2, "train", "embedded/past", "--set", "engine.name=vllm", "--out", str(tmp_path / "local"))
     launcher.close()
-    assert [m.split(":")[0] for m in ended.messages] == [
-        "engine.mode = 'local' runs vLLM inside one process, but there are several"
-    ]
     one, two = (RunFolder(tmp_path / f"{size}").read_metrics() for size in (1, 2))
     files = [tmp_path / f"{size}" / "rollouts" / "cycle-00000.parquet" for size in (1, 2)]
     first, second = (pq.read_table(file).to_pydict()["tokens"] for file in files)
@@ -542,6 +541,38 @@ def test_processes_share_the_server_and_its_adapters(folder: Path, tmp_path: Pat
     assert [line["rollout/success"] for line in one] == [line["rollout/success"] for line in two]
     assert all(line["engine/logprob_tokens"] > 100 and line["engine/logprob_max_abs"] < 1e-3 for line in two)
     assert listed(server.url) == before
+
+
+def test_each_process_has_a_vllm_of_its_own(folder: Path, tmp_path: Path):
+    """Two engines beside two trainers with a sharded base: the tokens of one process, and nothing is left behind."""
+    need_vllm()
+    settings = [f"model.path={folder}", "run.cycles=2", "evaluation.at=[1.0]", "evaluation.samples=2"]
+    settings += ["evaluation.pass_k=[1]", "task.eval_problems=2", "rollout.problems_per_cycle=3"]
+    settings += ["task.train_problems=60", "model.lora.rank=4"]
+    quick = config.toml_value({"enforce_eager": True, "max_num_seqs": 32})
+    own = ["engine.name=vllm", "engine.sleep=auto", f"engine.arguments={quick}", "engine.mismatch_samples=4"]
+    train(config.load("embedded/past", settings), tmp_path / "1", resume=False, display=Silent())
+    launcher = Launcher(tmp_path)
+    words = [word for setting in (*settings, *own, "distributed.shard=full") for word in ("--set", setting)]
+    ended = launcher(2, "train", "embedded/past", *words, "--out", str(tmp_path / "2"), limit=900)
+    launcher.close()
+    assert ended.codes == [0, 0], ended.err
+    assert "".join(ended.out).count("this build of vLLM cannot sleep (it can on GPUs); it stays awake") == 1
+    assert _drawn(tmp_path / "1") == _drawn(tmp_path / "2")
+    one, two = (RunFolder(tmp_path / f"{size}") for size in (1, 2))
+    assert one.evaluations.path(2).read_bytes() == two.evaluations.path(2).read_bytes()
+    for line in two.read_metrics():
+        assert line["engine/logprob_tokens"] > 100
+        assert line["engine/logprob_max_abs"] < 1e-3
+    for left in MEMORY.glob(f"{PREFIX}*"):
+        lock = claim(left)
+        assert lock is None, f"{left} was left behind"  # what others have in use is locked
+
+
+def test_one_vllm_is_not_spread_over_processes_that_have_one_each():
+    model: Any = SimpleNamespace(stops=[1], world=World(size=2))
+    with pytest.raises(PastError, match=r"engine\.arguments: tensor_parallel_size = 2, but each of the 2 processes"):
+        vllm.build(Options.model_validate({"arguments": {"tensor_parallel_size": 2}}), model)
 
 
 def _post(url: str, body: dict[str, Any]) -> Any:
