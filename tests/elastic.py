@@ -1,6 +1,6 @@
 """`past` as torchrun starts it. `FAULTS` lists by start who kills itself when a phase of a cycle begins.
 
-An entry is [rank, cycle, phase, "process" or "machine"]; a machine takes its torchrun with it.
+An entry is [rank, cycle, phase].
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from past_opsd.interface import cli, ui
 from past_opsd.run import train
 
 
-def plant(cycle: int, phase: str, what: str) -> None:
+def plant(cycle: int, phase: str) -> None:
     def reached(display: object, now: int, name: str) -> None:
         if (now, name) == (cycle, phase):
-            if what == "machine":
-                os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
     train.Silent.phase = reached

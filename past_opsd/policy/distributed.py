@@ -5,8 +5,8 @@ them of what `srun` sets. The adapters are replicated, so data parallelism is ad
 one buffer; plain objects (sampled ids, verdicts, logs) go over gloo, tensors on GPUs over nccl. A world of one does
 nothing anywhere.
 
-torchrun starts all processes again where one was lost or a machine came, and its store stays: what one start writes is
-there for the next. So every start meets under a name of its own, and what a job has begun is kept beside.
+torchrun starts all processes again where one was lost, and its store stays: what one start writes the next one finds.
+So every start meets under a name of its own, and what a job has begun is kept beside.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def join(advice: Callable[[], str] = lambda: "") -> World:
     if size == 1:
         common, _ = _reach(size)
         new = _is_new(common)
-        return World(job=_Job(common, launch.restarted() or not new, new))
+        return World(job=_job(common, new, launch.restarted() or not new))
     store, rank, job = _meet(size)
     end = _End(store, rank, size, advice)
     end.listen()
@@ -246,13 +246,13 @@ def _meet(size: int) -> tuple[Any, int, _Job]:
     common, rank = _reach(size)
     try:
         store, new = _fresh(common, rank), rank == 0 and _is_new(common)
-        if launch.restarted() or (rank == 0 and not new):  # a machine that came later counts from 0
+        if launch.restarted() or (rank == 0 and not new):  # machines may have counted different starts
             store.set("restarted", "")
         store.set(f"joined/{rank}", socket.gethostname())
         if rank == 0:
             _call_together(store, common, size)
         store.wait([f"joined/{other}" for other in range(size)])
-        return store, rank, _Job(common, store.check(["restarted"]), new)
+        return store, rank, _job(common, new, store.check(["restarted"]))
     except RuntimeError as error:
         raise _apart(size, error) from None
 
@@ -304,13 +304,18 @@ def _is_new(common: Any) -> bool:
     return common.compare_set("first", "", _me()).decode() == _me()
 
 
+def _job(common: Any, new: bool, restarted: bool) -> _Job:
+    # A launcher's store that is new at a later start took the place of one that went with its machine.
+    return _Job(common, restarted, lost=new and restarted and launch.keeps_a_store())
+
+
 class _Job:
     """What the starts of one job leave for each other in the launcher's store; the first process writes and reads."""
 
-    def __init__(self, store: Any, restarted: bool, new: bool):
+    def __init__(self, store: Any, restarted: bool, lost: bool):
         self.restarted = restarted
         self._store = store
-        self._lost = new and restarted  # the store went with its machine: that there was a start is all that is known
+        self._lost = lost  # that there was a start is all that is known
 
     def begun(self, name: str) -> bool:
         key = f"begun/{name}"

@@ -305,11 +305,12 @@ class Server:
         with self._guard:
             self._retries += 1
         with self._changed:
-            if self.standing is Standing.HERE:
+            left = self.standing is Standing.HERE
+            if left:
                 self.standing, self.trouble = Standing.DOUBTED, str(fault)
-            self.ask_again()
-        if fault.silent:
+        if left and fault.silent:
             self.hang_up()  # its other requests need not wait as long
+        self.ask_again()
 
     def ask_again(self) -> None:
         """See to it that somebody asks a server that is not there whether it is back."""
@@ -366,9 +367,10 @@ class Server:
                 self._check(served)
             else:
                 self._load(served)
-        for name in sorted(self._gone & names):
+        gone = set(self._gone)
+        for name in sorted(gone & names):
             self._unload(name)
-        self._gone.clear()
+        self._gone -= gone
 
     def _load(self, served: Served) -> None:
         payload = {"lora_name": served.name, "lora_path": str(served.folder)}

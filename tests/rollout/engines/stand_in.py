@@ -49,6 +49,7 @@ class StandIn:
         self.log: list[str] = []
         """What was loaded, unloaded, probed and drawn, in order."""
         self._held = threading.Event()
+        self._counting = threading.Lock()
         self._connections: list[socket.socket] = []
 
     @property
@@ -88,8 +89,10 @@ class StandIn:
         held, self._held = self._held, threading.Event()
         held.set()
 
-    def stop(self) -> None:
+    def stop(self, serving: object = None) -> None:
         """As a killed process: the port is closed and every connection reset."""
+        if serving not in (None, self._serving):
+            return  # it was started again meanwhile
         self.let_go()
         self._serving.shutdown()
         self._thread.join()
@@ -135,20 +138,21 @@ class StandIn:
         top = {f"token_id:{i}": float(v) for i, v in enumerate(row)} if probe else {}
         logprobs = {"token_logprobs": [float(row[i]) for i in ids], "top_logprobs": [top] * len(ids)}
         body = json.dumps({"choices": [{"token_ids": ids, "logprobs": logprobs}]}).encode()
-        fault = self.fault if len(self.answered) >= self.after else ""
-        if not fault:
-            if not probe:
+        with self._counting:
+            fault = self.fault if len(self.answered) >= self.after else ""
+            if not fault and not probe:
                 self.answered.append((name, seed))
+        if not fault:
             return _send(handler, 200, body)
         return self._fail(handler, fault, body)
 
     def _fail(self, handler: BaseHTTPRequestHandler, fault: str, body: bytes) -> None:
         if fault == "dies":
             handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body[: len(body) // 2])
-            threading.Thread(target=self.stop).start()
-            self._held.wait(30)
+            threading.Thread(target=self.stop, args=(handler.server,)).start()
+            self._held.wait(300)
         elif fault in ("hangs", "late"):
-            self._held.wait(30)
+            self._held.wait(300)
             if fault == "late":
                 _send(handler, 200, body)
                 _send(handler, 200, body)

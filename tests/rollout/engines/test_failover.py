@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from past_opsd.core.config import Sampling
 from past_opsd.core.nouns import PastError
 from past_opsd.rollout.engines import vllm_server
 from past_opsd.rollout.engines.vllm_backend import Draw, Options, Probe, Served
-from past_opsd.rollout.engines.vllm_server import ServerBackend
+from past_opsd.rollout.engines.vllm_server import FaultError, ServerBackend
 
 SAMPLING = Sampling(max_new_tokens=16)
 PROMPTS = [(1, 2), (3, 1, 4), (5,)]
@@ -130,6 +131,24 @@ def test_a_server_that_fails_in_a_batch_changes_no_draw_and_gets_the_current_ada
     assert said[1:] == [f"{ill.url} serves the current adapters again"]
 
 
+def test_what_waits_for_a_silent_server_goes_to_another_at_once(
+    pair: tuple[StandIn, StandIn], make: Make, tmp_path: Path
+):
+    """One request's time is over; the others', asked a little later, is not."""
+    _, ill = pair
+    backend, _ = make(pair, timeout_seconds=600.0)
+    adapter = served(tmp_path, "student-1")
+    backend.load(adapter)
+    ill.fault = "hangs"
+    asked, found = draws(adapter), list[list[int]]()
+    thread = threading.Thread(target=lambda: found.extend(drawn(backend, asked)), daemon=True)
+    thread.start()
+    until(lambda: ill.log.count(f"draw {adapter.name}") == 8)  # all threads wait there
+    backend._servers[1].leave(FaultError("no answer to anybody", silent=True))
+    thread.join(LIMIT)
+    assert found == expected(asked)
+
+
 def test_a_server_that_was_only_cut_off_forgets_what_was_unloaded_meanwhile(
     pair: tuple[StandIn, StandIn], make: Make, tmp_path: Path
 ):
@@ -170,17 +189,19 @@ def test_a_server_that_returns_with_something_else_gets_nothing(
 
 
 def test_a_request_that_one_server_cannot_answer_is_asked_of_another(
-    pair: tuple[StandIn, StandIn], make: Make, tmp_path: Path
+    pair: tuple[StandIn, StandIn], make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """It answers everything else, so it is there again before the request is repeated."""
+    """It answers everything else, so it may be there again before the request is repeated: here it is at once."""
     _, ill = pair
     backend, said = make(pair, retries=1)
     adapter = served(tmp_path, "student-1")
     backend.load(adapter)
     ill.refused = {"7"}
     asked = draws(adapter)
-    for _ in range(3):
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_server.Server, "leave", lambda self, fault: None)
         assert drawn(backend, asked) == expected(asked)
+    assert drawn(backend, asked) == expected(asked)
     until(lambda: len(ill.answered) > 12, lambda: drawn(backend, asked))
     assert not said
 
