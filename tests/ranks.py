@@ -41,7 +41,7 @@ class Launcher:
         self._folder = folder
         self._count = 0
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(), text=True
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), text=True
         )
 
     def __call__(self, size: int, *words: str, fault: dict[str, Any] | None = None, local: int | None = None) -> Ended:
@@ -56,7 +56,7 @@ class Launcher:
         log.mkdir()
         order: dict[str, Any] = {"size": size, "words": [str(w) for w in words], "fault": fault or {}}
         order["local"] = local or size
-        order |= {"log": str(log), "environment": _environment()}
+        order |= {"log": str(log), "environment": environment()}
         print(json.dumps(order), file=self._process.stdin, flush=True)
         answer = json.loads(self._process.stdout.readline())
         texts = [[(log / f"{rank}.{kind}").read_text() for rank in range(size)] for kind in ("out", "err")]
@@ -66,7 +66,7 @@ class Launcher:
         self._process.communicate("")
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The test's own, with what every launch has."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     own = {"OMP_NUM_THREADS": "1", "PAST_LIFE": "off", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}

@@ -21,6 +21,22 @@ def settle(variables: MutableMapping[str, str] = os.environ) -> None:
     variables.update(slurm(variables))
 
 
+def restarted(given: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun starts its processes again because one was lost; not where a machine came."""
+    return given.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def restarts(given: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun will start its processes again where one is lost."""
+    counts = [_number(given, f"TORCHELASTIC_{name}", default=0) for name in ("RESTART_COUNT", "MAX_RESTARTS")]
+    return counts[0] < counts[1]
+
+
+def keeps_a_store(given: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher holds a store for its processes that stays when they end."""
+    return given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def slurm(given: Mapping[str, str]) -> dict[str, str]:
     """The variables that torchrun would have set for a task of `srun`.
 

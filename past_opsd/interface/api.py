@@ -56,7 +56,8 @@ def train(
     Args:
         recipe: from `load`, or what `load` takes: a shipped name or a file.
         folder: where the run is written; by default `runs/RECIPE-SEED`.
-        resume: go on from the newest whole checkpoint there; from the start where there is none.
+        resume: go on from the newest whole checkpoint there; from the start where there is none. Processes
+            that torchrun starts again do so by themselves.
         display: True shows progress, a bar on a terminal and a line every tenth of the run elsewhere; False nothing; or
             an object of yours with the methods of `past_opsd.run.train.Display`.
         track: also log to "tensorboard", "wandb", "trackio".

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from past_opsd.core import life
+from past_opsd.core import launch, life
 from past_opsd.core.nouns import PastError
 
 if TYPE_CHECKING:
@@ -190,6 +190,8 @@ def _continue(args: Namespace) -> str:
     path = None if args.out is None else checkpoint.newest_whole(RunFolder(args.out))[0]
     if path is None:
         return ""
+    if launch.restarts():
+        return f"The newest checkpoint is {path}; torchrun starts the processes again, and they go on from there"
     return f"The newest checkpoint is {path}; continue with {_again(args)}"
 
 

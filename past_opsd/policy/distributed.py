@@ -4,11 +4,15 @@
 them of what `srun` sets. The adapters are replicated, so data parallelism is adding up their gradients once a step, in
 one buffer; plain objects (sampled ids, verdicts, logs) go over gloo, tensors on GPUs over nccl. A world of one does
 nothing anywhere.
+
+torchrun starts all processes again where one was lost, and its store stays: what one start writes the next one finds.
+So every start meets under a name of its own, and what a job has begun is kept beside.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -36,6 +40,7 @@ JOINING = 600.0
 """Seconds for all processes to start and import."""
 LAST_WORDS = 3.0
 """Seconds in which the ranks that are left report themselves, once one was lost."""
+_IMPORT = secrets.token_hex(8)
 
 
 class PeerError(PastError):
@@ -53,11 +58,13 @@ class World:
         local_size: int = 1,
         store: Any = None,
         end: _End | None = None,
+        job: _Job | None = None,
     ):
         self.rank, self.size = rank, size
         self.local_rank, self.local_size = local_rank, local_size
         self.end = end
         self._store = store
+        self._job = job
         self._timeout = 0.0
 
     @property
@@ -69,6 +76,21 @@ class World:
     def first(self) -> bool:
         """The one process that writes files and talks."""
         return self.rank == 0
+
+    @property
+    def restarted(self) -> bool:
+        """The launcher started this job before, and now again."""
+        return self._job is not None and self._job.restarted
+
+    def begun(self, name: str) -> bool:
+        """Whether an earlier start of this job began this."""
+        job = self._job
+        return job is not None and self.share(lambda: job.begun(name))
+
+    def begin(self, name: str) -> None:
+        """Keep for later starts of this job that it began this."""
+        if self._job is not None and self.first:
+            self._job.begin(name)
 
     def connect(self, timeout_seconds: float) -> None:
         """Open the channels; afterwards waiting longer than so many seconds for the others is an error."""
@@ -172,12 +194,16 @@ def join(advice: Callable[[], str] = lambda: "") -> World:
     """The world that the environment describes, once every process is there; a process joins once."""
     launch.settle()
     size = _variable("WORLD_SIZE", 1)
-    if size == 1:
+    if size == 1 and not launch.keeps_a_store():
         return World()
-    store, rank = _meet(size)
+    if size == 1:
+        common, _ = _reach(size)
+        new = _is_new(common)
+        return World(job=_job(common, new, launch.restarted() or not new))
+    store, rank, job = _meet(size)
     end = _End(store, rank, size, advice)
     end.listen()
-    return World(rank, size, _variable("LOCAL_RANK", rank), _variable("LOCAL_WORLD_SIZE", size), store, end)
+    return World(rank, size, _variable("LOCAL_RANK", rank), _variable("LOCAL_WORLD_SIZE", size), store, end, job)
 
 
 @contextmanager
@@ -201,23 +227,88 @@ def together(world: World) -> Generator[None]:
         raise PastError(text) from None
 
 
-def _meet(size: int) -> tuple[Any, int]:
-    """The launcher's store, once every process is there."""
+def _meet(size: int) -> tuple[Any, int, _Job]:
+    """A store that is this start's alone, once every process is there; and what the job has kept."""
+    common, rank = _reach(size)
+    try:
+        store, new = _fresh(common, rank), rank == 0 and _is_new(common)
+        if launch.restarted() or (rank == 0 and not new):  # machines may have counted different starts
+            store.set("restarted", "")
+        store.set(f"joined/{rank}", socket.gethostname())
+        if rank == 0:
+            _call_together(store, common, size)
+        store.wait([f"joined/{other}" for other in range(size)])
+        return store, rank, _job(common, new, store.check(["restarted"]))
+    except RuntimeError as error:
+        raise _apart(size, error) from None
+
+
+def _reach(size: int) -> tuple[Any, int]:
+    """The launcher's store, for what all starts of a job share."""
     try:
         if dist.is_initialized():
             store, rank = cast(Any, distributed_c10d)._get_default_store(), dist.get_rank()
         else:
             store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=JOINING)))
         store.set_timeout(timedelta(seconds=JOINING))
-        store = PrefixStore("past", store)
-        store.set(f"joined/{rank}", socket.gethostname())
-        store.wait([f"joined/{other}" for other in range(size)])
     except (RuntimeError, ValueError) as error:
-        raise PastError(
-            f"WORLD_SIZE is {size}, but the processes cannot find each other ({error}); start them with torchrun, "
-            "'accelerate launch' or srun, or unset WORLD_SIZE for one process"
-        ) from None
-    return store, rank
+        raise _apart(size, error) from None
+    return PrefixStore("past", store), rank
+
+
+def _apart(size: int, error: Exception) -> PastError:
+    return PastError(
+        f"WORLD_SIZE is {size}, but the processes cannot find each other ({error}); start them with torchrun, "
+        "'accelerate launch' or srun, or unset WORLD_SIZE for one process"
+    )
+
+
+def _fresh(common: Any, rank: int) -> Any:
+    """A part of the store that the first process has just named: others call it, and it answers."""
+    call = secrets.token_hex(8)
+    common.set(f"call/{rank}", call)
+    return PrefixStore(call if rank == 0 else common.get(f"answer/{call}").decode(), common)
+
+
+def _call_together(store: Any, common: Any, size: int) -> None:
+    """Tell the others where to meet, until all have come; a call may be one that an earlier start has left."""
+    name, deadline = common.get("call/0").decode(), time.monotonic() + JOINING
+    while not store.check([f"joined/{other}" for other in range(size)]) and time.monotonic() < deadline:
+        for other in range(1, size):
+            if common.check([f"call/{other}"]):
+                common.set(f"answer/{common.get(f'call/{other}').decode()}", name)
+        time.sleep(0.02)
+
+
+def _me() -> str:
+    """This process, for other starts of its job."""
+    return f"{socket.gethostname()} {os.getpid()} {_IMPORT}"
+
+
+def _is_new(common: Any) -> bool:
+    """Whether no earlier start has seen this store."""
+    return common.compare_set("first", "", _me()).decode() == _me()
+
+
+def _job(common: Any, new: bool, restarted: bool) -> _Job:
+    # A launcher's store that is new at a later start took the place of one that went with its machine.
+    return _Job(common, restarted, lost=new and restarted and launch.keeps_a_store())
+
+
+class _Job:
+    """What the starts of one job leave for each other in the launcher's store; the first process writes and reads."""
+
+    def __init__(self, store: Any, restarted: bool, lost: bool):
+        self.restarted = restarted
+        self._store = store
+        self._lost = lost  # that there was a start is all that is known
+
+    def begun(self, name: str) -> bool:
+        key = f"begun/{name}"
+        return self._lost or (self._store.check([key]) and self._store.get(key).decode() != _me())
+
+    def begin(self, name: str) -> None:
+        self._store.set(f"begun/{name}", _me())
 
 
 def _variable(name: str, default: int) -> int:
@@ -271,7 +362,7 @@ class _End:
     def _leave(self, present: Sequence[int], own: bool) -> None:
         """Go when nobody needs this rank any more: without a launcher's store, rank 0 holds it for all."""
         self._store.set(f"left/{self._rank}", "")
-        if self._rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if self._rank != 0 or launch.keeps_a_store():
             return
         if own and dist.is_initialized() and not torch.cuda.is_available():
             dist.destroy_process_group()  # the others wait for this rank, and hear so that they need not

@@ -305,9 +305,14 @@ def _opened(
     """The boundaries that the folder holds, which until the end no other process writes."""
     with held(run.path, display.note) if world.first else nullcontext():
         existing = world.share(lambda: ledger.existing(run, recipe))
-        if existing and not resume:
+        name = str(run.path.resolve())
+        restarted = world.begun(name)
+        if existing and not (resume or restarted):
             raise PastError(f"{run} already holds a run; choose another folder (--out), or continue it with: {again}")
-        if resume and not existing:
+        world.begin(name)
+        if restarted:
+            display.note("the launcher has started this job again, which goes on by itself")
+        if (resume or restarted) and not existing:
             display.note(f"{run} holds no checkpoint yet; starting from the beginning")
         yield existing
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from past_opsd.core.launch import first_node, settle, slurm
+from past_opsd.core.launch import first_node, restarted, restarts, settle, slurm
 from past_opsd.core.nouns import PastError
 
 TASK = {
@@ -102,3 +102,9 @@ def test_first_node(nodes: str, first: str):
 def test_what_cannot_be_is_said(given: dict[str, str], said: str):
     with pytest.raises(PastError, match=said):
         slurm(given)
+
+
+def test_what_torchrun_says_of_restarts():
+    counts = [{"TORCHELASTIC_RESTART_COUNT": str(n), "TORCHELASTIC_MAX_RESTARTS": "1"} for n in (0, 1)]
+    assert [restarted(given) for given in ({}, *counts)] == [False, False, True]
+    assert [restarts(given) for given in ({}, *counts)] == [False, True, False]

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import chatml
@@ -17,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import SMALL
-from ranks import Launcher
+from ranks import Launcher, environment
 from rounding import CHAIN, EPS, assert_rounding
 from safetensors.torch import load_file
 
@@ -26,6 +27,7 @@ from past_opsd.core.launch import PORTS
 from past_opsd.core.losses import Match
 from past_opsd.core.nouns import PastError, Problem, View
 from past_opsd.learner import Log
+from past_opsd.policy import distributed
 from past_opsd.policy.distributed import World, balance
 from past_opsd.policy.fused import Job, Result
 from past_opsd.policy.model import Model, resolve
@@ -305,6 +307,86 @@ def test_a_process_that_waits_for_a_stuck_one_can_be_ended(launch: Launcher, tmp
     assert ended.codes == [2]
     (message,) = ended.messages
     assert message.startswith("rank 1 of 2 ended without a word")
+
+
+ELASTIC = Path(__file__).parents[1] / "elastic.py"
+
+
+def torchrun(options: list[str], command: list[str], faults: list[tuple[int, int, str]]) -> subprocess.Popen[str]:
+    """`past` under torchrun with what goes wrong at each start; see `elastic.py`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *options, str(ELASTIC), *command],
+        env=environment() | {"FAULTS": json.dumps(faults)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@MORE
+def test_torchrun_starts_a_killed_run_again_which_goes_on_by_itself(run, tmp_path: Path):
+    folder = tmp_path / "run"
+    kills = [(1, 0, "adapt"), (0, 1, "publish")]
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(len(kills))]
+    started = torchrun(options, words(folder, RUN), kills)
+    out, err = started.communicate(timeout=1200)
+    assert started.returncode == 0, err
+    assert identical(folder, run(2, RUN))
+    said = " ".join(out.split())
+    assert said.count("the launcher has started this job again, which goes on by itself") == len(kills)
+    for boundary in (0, 1):
+        assert f"resuming from {RunFolder(folder).checkpoint(boundary)}" in said
+    # Every start has its own last words; those of the first must not silence the others.
+    assert [text.split(" of 2 ended")[0] for text in err.split("past: ")[1:]] == ["rank 1", "rank 0"]
+    assert err.count("torchrun starts the processes again") == len(kills)
+
+
+@MORE
+def test_what_a_first_start_refuses_a_restart_refuses_too(run, tmp_path: Path):
+    """Else a forgotten --out would go on with somebody else's run."""
+    folder = tmp_path / "run"
+    shutil.copytree(run(2, RUN), folder)
+    shutil.rmtree(RunFolder(folder).checkpoint(3))
+    kept = RunFolder(folder).steps()
+    started = torchrun(["--standalone", "--nproc-per-node", "1", "--max-restarts", "1"], words(folder, RUN), [])
+    _, err = started.communicate(timeout=1200)
+    assert started.returncode != 0
+    assert err.count("already holds a run") == 2
+    assert RunFolder(folder).steps() == kept
+
+
+def test_a_job_remembers_what_an_earlier_start_began(monkeypatch: pytest.MonkeyPatch):
+    store = torch.distributed.HashStore()
+    starts = []
+    for me in ("one", "two"):
+        monkeypatch.setattr(distributed, "_me", lambda me=me: me)
+        starts.append(distributed._is_new(store))
+        world = World(job=distributed._job(store, starts[-1], not starts[-1]))
+        assert world.begun("run") == world.restarted == (me == "two")
+        world.begin("run")
+        assert not world.begun("run"), "the same process twice in one folder is no restart"
+        assert not world.begun("other")
+    assert starts == [True, False]
+    # A new store at a later start: the launcher's took the place of a lost one, the first process's says nothing.
+    for kept in ("True", "False"):
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", kept)
+        world = World(job=distributed._job(torch.distributed.HashStore(), True, True))
+        assert world.begun("run") == (kept == "True")
+    assert not World().begun("run")
+
+
+def test_a_start_meets_apart_from_what_an_earlier_one_left():
+    store = torch.distributed.HashStore()
+    for key in ("call/0", "call/1", "answer/old-1", "old-0/joined/0", "old-0/joined/1", "old-0/spoken"):
+        store.set(key, f"old-{key[-1]}")
+    other = threading.Thread(target=lambda: distributed._fresh(store, 1).set("joined/1", ""))
+    other.start()
+    fresh = distributed._fresh(store, 0)
+    fresh.set("joined/0", "")
+    distributed._call_together(fresh, store, 2)
+    other.join(60)
+    assert fresh.check(["joined/0", "joined/1"])
+    assert not fresh.check(["spoken"])
 
 
 @MORE
