@@ -259,6 +259,8 @@ def train(
             _begin(assembled, run, untrained)
         start = state["next_cycle"]
         opened(assembled)
+        if hasattr(assembled.loop.lab.engine, "hear"):
+            cast(Any, assembled.loop.lab.engine).hear(display.note)
         elsewhere = ("rollout", "draw") if getattr(assembled.loop.lab.engine, "own_weights", False) else ()
         profiler = Profile(run.profile, assembled.model, elsewhere) if profile and world.first else None
 

@@ -30,8 +30,9 @@ class Engine(Protocol):
     """Samples complete responses from published adapters.
 
     One with an attribute `tell` calls it with how many of how many responses are drawn, as they come. One with
-    `own_weights = True` samples from weights of its own; any other from the trainer's, which are put together for it.
-    One with `wide = True` decodes many sequences in about the time of one, as a GPU does.
+    `hear` is given a function that shows a person a line.
+    One with `own_weights = True` samples from weights of its own; any other from the trainer's, which are put together
+    for it. One with `wide = True` decodes many sequences in about the time of one, as a GPU does.
     """
 
     def publish(self, adapter: Adapter, version: int) -> None:

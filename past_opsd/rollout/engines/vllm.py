@@ -72,7 +72,7 @@ def build(options: Options, model: Model) -> VllmEngine:
             from past_opsd.rollout.engines.vllm_server import ServerBackend
 
             own = options.model_copy(update={"in_flight": max(1, options.in_flight // model.world.size)})
-            return ServerBackend(own, stop, base, bound, model.max_context)
+            return ServerBackend(own, stop, base, bound, model.max_context, model.world.restarted)
         from past_opsd.rollout.engines.vllm_local import LocalBackend
 
         part = options.gpu_memory_utilization or _share(model)
@@ -113,6 +113,10 @@ class VllmEngine:
         self._backend = connect(bare, self._bound)
         self._served: dict[Adapter, Served] = {"base": self._zeros(bare)}
         self._load(self._served["base"])
+
+    def hear(self, note: Callable[[str], None]) -> None:
+        """From now on say this way what a person should know at once."""
+        self._backend.hear(note)
 
     def publish(self, adapter: Adapter, version: int) -> None:
         if self._model.versions[adapter] != version:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -92,7 +92,7 @@ class Options(EngineOptions):
     )
     retries: int = Field(default=3, ge=0, description="how often one request may fail before the run gives up")
     patience_seconds: float = Field(
-        default=600.0, ge=0, description="how long to wait for a server that died to return"
+        default=600.0, ge=0, description="how long to wait for a server to return where none is left"
     )
     mismatch_bound: float | None = Field(
         default=None,
@@ -207,6 +207,10 @@ class Drawn:
 
 class Backend(Protocol):
     """A way to reach vLLM."""
+
+    def hear(self, note: Callable[[str], None]) -> None:
+        """From now on say this way what a person should know at once."""
+        ...
 
     def load(self, served: Served) -> None:
         """Serve an adapter, after its probes agreed with the trainer."""

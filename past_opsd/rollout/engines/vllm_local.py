@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from past_opsd.core.config import ModelSection, Sampling
@@ -52,6 +52,8 @@ class LocalBackend:
             self._probe(base)
         except (RuntimeError, ValueError) as error:
             raise PastError(f"vLLM started, but cannot run '{chosen['model']}': {error}") from error
+
+    def hear(self, note: Callable[[str], None]) -> None: ...
 
     def load(self, served: Served) -> None:
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
