@@ -97,5 +97,5 @@ def test_a_real_shell_completes(shell: str, tmp_path: Path):
     done = subprocess.run(
         [shell, *flags, "-c", ASK[shell]], env=variables, cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    expected = ["embedded/past", "--help", "--out", "--profile", "--resume", "--set", "--track"]
+    expected = ["embedded/past", "--help", "--out", "--profile", "--resume", "--set", "--track", "--untrained"]
     assert (done.stdout.split(), done.stderr) == (expected, "")

@@ -66,7 +66,7 @@ def test_a_policy_gradient_without_a_step_is_told(tmp_path: Path, small_recipe):
 def test_empty_responses_are_told(tmp_path: Path, small_recipe, monkeypatch: pytest.MonkeyPatch):
     real = TorchEngine._responses
     monkeypatch.setattr(
-        TorchEngine, "_responses", lambda self, drawn: [replace(r, text=" ") for r in real(self, drawn)]
+        TorchEngine, "_responses", lambda self, ended: [(i, replace(r, text=" ")) for i, r in real(self, ended)]
     )
     _, during, after = tiny(small_recipe, tmp_path / "run", "embedded/opsd")
     assert "more than half of the responses are empty" in during

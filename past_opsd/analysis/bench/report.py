@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         wall = time.perf_counter() - began
         print(f"{args.cycles:,} cycles of {args.responses:,} responses, {size / 1e6:,.0f} MB of records")
         shown = f"{memory / 2**20:,.0f} MiB, page {page.stat().st_size / 1e6:.2f} MB"
-        print(f"past report: {seconds:.1f} s of CPU, {wall:.1f} s, {shown}")
+        print(f"the report: {seconds:.1f} s of CPU, {wall:.1f} s, {shown}")
     return 0
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from past_opsd.core.config import ModelSection, Sampling
 from past_opsd.core.nouns import PastError
-from past_opsd.policy.distributed import World
 from past_opsd.rollout.engines.vllm_backend import (
     GREEDY,
     SEED,
@@ -25,6 +24,9 @@ from past_opsd.rollout.engines.vllm_backend import (
     parameters,
 )
 from past_opsd.rollout.engines.vllm_sleep import UNABLE, Sleeper
+
+if TYPE_CHECKING:
+    from past_opsd.policy.distributed import World
 
 
 class LocalBackend:

@@ -32,6 +32,8 @@ def trainer(dtype: str, attention: str = "sdpa") -> Model:
 class Second:
     """Serves adapters by their files, from a model of its own."""
 
+    note = ""
+
     def __init__(self, model: Model, bound: float):
         self._model, self._bound = model, bound
         self._engine = embedded.build(embedded.Options(), model)
@@ -48,6 +50,8 @@ class Second:
         served.check(answers, self._bound, "the second trainer")
 
     def unload(self, served: Served) -> None: ...
+
+    def wake(self) -> None: ...
 
     def draw(self, draws: Sequence[Draw], sampling: Sampling) -> list[Drawn]:
         requests = [Request(View(d.served.name.partition("-")[0], d.prompt), d.seed) for d in draws]
