@@ -53,7 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = str(root / "past-17")
     command("probe", run, "--problems", "4", "--samples", "1", "--json")
     for step in ("2", "3"):
-        command("shift", run, "--step", step, "--prefixes", "3", "--completions", "3", "--rollouts", "2", "--json")
+        sizes = ("--responses", "8", "--pairs", "8", "--prefixes", "3", "--completions", "3")
+        command("shift", run, "--step", step, *sizes, "--json")
     return root
 
 
@@ -512,7 +513,8 @@ def test_one_role_has_one_colour_in_all_panels(found: dict[str, Figure]):
     assert phases["distill"].startswith("student")
     assert phases["draw"].startswith("teacher")
     assert phases["adapt"].startswith("teacher")
-    assert len(set(phases.values())) == len(phases)
+    told = [role for role in phases.values() if role != "neutral-soft"]  # what is left of a cycle shares a colour
+    assert len(set(told)) == len(told)
 
 
 _LINEAR = np.array([[0.4122214708, 0.5363325363, 0.0514459929], [0.2119034982, 0.6806995451, 0.1073969566],
