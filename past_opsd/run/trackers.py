@@ -255,6 +255,7 @@ class Displays:
     def __init__(self, console: Display, trackers: Sequence[Tracker]):
         self._console = console
         self._trackers = list(trackers)
+        self.reads_records = getattr(console, "reads_records", False)
 
     def __enter__(self) -> Displays:
         return self

@@ -345,7 +345,7 @@ def test_drawn_tokens_give_the_exact_slope(opened: Boundary, exact: Exact):
     reached: dict[tuple[int, ...], np.ndarray] = {}  # what begins so: its probability, and that of being right
     for r, w, correct in zip(responses, mass, right, strict=True):
         for t in range(len(h.tokens), len(r.tokens) + 1):
-            reached[r.tokens[:t]] = (*reached.get(r.tokens[:t], np.zeros(2)), w, w * correct)
+            reached[r.tokens[:t]] = np.add(reached.get(r.tokens[:t], np.zeros(2)), (w, w * correct))
     verdicts = {True: Verdict(True, "correct"), False: Verdict(False, "wrong")}
     view = View("student", h.prompt)
     attempts = [Attempt(h.problem, view, r, verdicts[c]) for r, c in zip(responses, right, strict=True)]
